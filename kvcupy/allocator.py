@@ -11,31 +11,45 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from operator import add, gt
 
 from kvcupy.errors import IntegrityError, OutOfPages, StaleStep
 from kvcupy.spec import whole_number
+
+
+class _Batch:
+    """The sequences of one reservation. `latest` is their newest reservation, None once one of them changed.
+
+    Sequences decoded together step after step share one _Batch, so that a step need not touch each of them.
+    """
+
+    __slots__ = ("latest",)
+
+    def __init__(self) -> None:
+        self.latest: Reservation | None = None
 
 
 class Reservation:
     """Room for new tokens, granted to a batch of sequences at once.
 
     counts: new tokens of each sequence, in batch order.
-    starts: tokens each sequence had before, in the same order.
     copies: (source, destination) pages that must be copied before anything is written.
     grown: sequences whose list of pages changed.
-    alive: False once one of its sequences was reserved again, forked, truncated, freed or cancelled.
     """
 
-    __slots__ = ("alive", "copies", "counts", "epoch", "grown", "starts")
+    __slots__ = ("_batch", "_epoch", "copies", "counts", "grown")
 
-    def __init__(self, counts: Mapping[int, int], starts: list[int]) -> None:
+    def __init__(self, counts: Mapping[int, int], batch: _Batch, epoch: int) -> None:
         self.counts = counts
-        self.starts = starts
         self.copies: list[tuple[int, int]] = []
         self.grown: list[int] = []
-        self.alive = True
-        self.epoch = 0
+        self._batch = batch
+        self._epoch = epoch
+        batch.latest = self
+
+    @property
+    def alive(self) -> bool:
+        """False once one of its sequences was reserved again, forked, truncated, freed or cancelled."""
+        return self._batch.latest is self
 
 
 class PageAllocator:
@@ -55,12 +69,12 @@ class PageAllocator:
         self.page_size = whole_number("page_size", page_size, 1)
         self._free = list(range(self.num_pages - 1, -1, -1))  # a stack: the page freed last is warm
         self._pages: dict[int, list[int]] = {}
-        self._lengths: dict[int, int] = {}
-        self._capacity: dict[int, int] = {}  # tokens that the pages owned now can hold
+        self._room: dict[int, int] = {}  # slots still empty in the last page: 0 to page_size - 1
         self._shared: dict[int, int] = {}  # page -> owners beyond the first; exclusive pages are absent
-        self._reservations: dict[int, Reservation | None] = {}
+        self._batches: dict[int, _Batch] = {}
+        self._last = Reservation({}, _Batch(), 0)
         self._next_id = 0
-        self._epoch = 0
+        self._epoch = 0  # counts changes
 
     # Looking
 
@@ -77,7 +91,7 @@ class PageAllocator:
     @property
     def sequences(self) -> list[int]:
         """Ids of the live sequences, oldest first."""
-        return list(self._lengths)
+        return list(self._pages)
 
     @property
     def shared_pages(self) -> int:
@@ -87,7 +101,7 @@ class PageAllocator:
     def length(self, sequence: int) -> int:
         """Tokens of a sequence."""
         self._require(sequence)
-        return self._lengths[sequence]
+        return len(self._pages[sequence]) * self.page_size - self._room[sequence]
 
     def pages(self, sequence: int) -> list[int]:
         """Ids of a sequence's pages, in token order."""
@@ -101,8 +115,8 @@ class PageAllocator:
         sequence = self._next_id
         self._next_id += 1
         self._pages[sequence] = []
-        self._lengths[sequence] = self._capacity[sequence] = 0
-        self._reservations[sequence] = None
+        self._room[sequence] = 0
+        self._batches[sequence] = _Batch()
         return sequence
 
     def reserve(self, counts: Mapping[int, int]) -> Reservation:
@@ -112,23 +126,30 @@ class PageAllocator:
         unknown sequences and for counts that are negative or not whole.
         """
         counts = dict(counts)
+        last = self._last
+        # A sum of ints alone is an int. The usual step asks for what the last one asked for: known to be good.
+        if type(sum(counts.values())) is not int or (counts != last.counts and min(counts.values()) < 0):
+            counts = {s: whole_number(f"counts[{s}]", n, 0) for s, n in counts.items()}
+        room = self._room
         try:
-            starts = list(map(self._lengths.__getitem__, counts))
+            left = {sequence: room[sequence] - count for sequence, count in counts.items()}
         except KeyError as unknown:
             raise ValueError(f"unknown sequence {unknown.args[0]!r}") from None
-        if set(map(type, counts.values())) - {int} or min(counts.values(), default=0) < 0:
-            counts = {s: whole_number(f"counts[{s}]", n, 0) for s, n in counts.items()}
-        ends = list(map(add, starts, counts.values()))
-        reservation = Reservation(counts, starts)
-        if self._shared or any(map(gt, ends, map(self._capacity.__getitem__, counts))):
-            self._grow(reservation, ends)
-        for old in set(map(self._reservations.__getitem__, counts)):
-            if old is not None:
-                old.alive = False
-        self._reservations.update(dict.fromkeys(counts, reservation))
-        self._lengths.update(zip(counts, ends, strict=True))
+        growth = None
+        if self._shared or min(left.values(), default=0) < 0:
+            growth = self._plan_growth(counts, left)
+        # Nothing fails from here on.
         self._epoch += 1
-        reservation.epoch = self._epoch
+        batch = last._batch
+        if counts.keys() != last.counts.keys() or not last.alive:
+            batch = _Batch()
+            for old in set(map(self._batches.__getitem__, counts)):
+                old.latest = None
+            self._batches.update(dict.fromkeys(counts, batch))
+        room.update(left)
+        self._last = reservation = Reservation(counts, batch, self._epoch)
+        if growth is not None:
+            self._grow(reservation, growth)
         return reservation
 
     def cancel(self, reservation: Reservation) -> None:
@@ -140,18 +161,17 @@ class PageAllocator:
         """
         if not reservation.alive:
             raise StaleStep("this step's sequences have changed since it was reserved: nothing to cancel")
-        undisturbed = reservation.epoch == self._epoch
-        copies = {copy: source for source, copy in reservation.copies} if undisturbed else {}
-        for sequence, start in zip(reservation.counts, reservation.starts, strict=True):
-            self._cut(sequence, start)
+        undisturbed = reservation._epoch == self._epoch
+        sources = {copy: source for source, copy in reservation.copies} if undisturbed else {}
+        for sequence, count in reservation.counts.items():
+            self._cut(sequence, self.length(sequence) - count)
             pages = self._pages[sequence]
-            if copies and pages and pages[-1] in copies:
-                source = copies[pages[-1]]
+            if pages and pages[-1] in sources:
+                source = sources[pages[-1]]
                 self._free.append(pages[-1])
                 pages[-1] = source
                 self._shared[source] = self._shared.get(source, 0) + 1
-            self._reservations[sequence] = None
-        reservation.alive = False
+        reservation._batch.latest = None
         self._epoch += 1
 
     def fork(self, sequence: int) -> int:
@@ -163,14 +183,13 @@ class PageAllocator:
         for page in pages:
             self._shared[page] = self._shared.get(page, 0) + 1
         self._pages[child] = pages.copy()
-        self._lengths[child] = self._lengths[sequence]
-        self._capacity[child] = self._capacity[sequence]
+        self._room[child] = self._room[sequence]
         return child
 
     def truncate(self, sequence: int, tokens: int) -> None:
         """Keep the first `tokens` tokens and give back the pages behind them. More than there are is a ValueError."""
         self._require(sequence)
-        tokens = whole_number("tokens", tokens, 0, self._lengths[sequence])
+        tokens = whole_number("tokens", tokens, 0, self.length(sequence))
         self._retire(sequence)
         self._cut(sequence, tokens)
 
@@ -179,7 +198,7 @@ class PageAllocator:
         self._require(sequence)
         self._retire(sequence)
         self._release(self._pages.pop(sequence))
-        del self._lengths[sequence], self._capacity[sequence], self._reservations[sequence]
+        del self._room[sequence], self._batches[sequence]
 
     def check_integrity(self) -> None:
         """Prove that every page is free or owned, once, and that counts agree. Raises IntegrityError."""
@@ -196,67 +215,69 @@ class PageAllocator:
         for sequence, pages in self._pages.items():
             if len(set(pages)) != len(pages):
                 problems.append(f"sequence {sequence} owns a page twice")
-            if len(pages) != -(-self._lengths[sequence] // self.page_size):
-                problems.append(f"sequence {sequence} has {len(pages)} pages for {self._lengths[sequence]} tokens")
-            if self._capacity[sequence] != len(pages) * self.page_size:
-                problems.append(f"sequence {sequence} has a wrong capacity")
+            if not 0 <= self._room[sequence] < self.page_size or (self._room[sequence] and not pages):
+                problems.append(f"sequence {sequence} has {len(pages)} pages and room for {self._room[sequence]}")
         if problems:
             raise IntegrityError("; ".join(problems))
 
     # Inside
 
     def _require(self, sequence: int) -> None:
-        if sequence not in self._lengths:
+        if sequence not in self._pages:
             raise ValueError(f"unknown sequence {sequence!r}")
 
     def _retire(self, sequence: int) -> None:
         """The sequence is about to change in a way that its last reservation does not describe."""
         self._epoch += 1
-        reservation = self._reservations[sequence]
-        if reservation is not None:
-            reservation.alive = False
-            self._reservations[sequence] = None
+        self._batches[sequence].latest = None
 
-    def _grow(self, reservation: Reservation, ends: list[int]) -> None:
-        """Find the pages for a reservation, copies on write included; commit only if there are enough."""
-        page_size, shared = self.page_size, self._shared
+    def _plan_growth(self, counts: Mapping[int, int], left: dict[int, int]) -> list[tuple[int, int, bool]]:
+        """(sequence, new pages, copy on write?) for all that need any; turns `left` into room after growth.
+
+        Raises OutOfPages before anything is taken.
+        """
+        growth = []
+        needed = 0
         leaving: Counter[int] = Counter()  # owners that this very reservation moves off a shared page
-        wanted: list[tuple[int, int, bool]] = []
-        for sequence, start, end in zip(reservation.counts, reservation.starts, ends, strict=True):
-            pages = self._pages[sequence]
-            new = -(-end // page_size) - len(pages)
-            copy = bool(shared) and end > start and start % page_size > 0
-            if copy:
-                tail = pages[-1]
-                copy = shared.get(tail, 0) > leaving[tail]
+        for sequence, after in left.items():
+            if after >= 0 and not self._shared:
+                continue
+            new = max(0, -(after // self.page_size))
+            copy = False
+            if self._shared and counts[sequence] and self._room[sequence]:
+                tail = self._pages[sequence][-1]
+                copy = self._shared.get(tail, 0) > leaving[tail]
                 leaving[tail] += copy
             if new or copy:
-                wanted.append((sequence, new, copy))
-        needed = sum(new + copy for _, new, copy in wanted)
+                left[sequence] = after + new * self.page_size
+                growth.append((sequence, new, copy))
+                needed += new + copy
         if needed > len(self._free):
             raise OutOfPages(needed, len(self._free))
-        for sequence, new, copy in wanted:
+        return growth
+
+    def _grow(self, reservation: Reservation, growth: list[tuple[int, int, bool]]) -> None:
+        free = self._free
+        for sequence, new, copy in growth:
             pages = self._pages[sequence]
+            reservation.grown.append(sequence)
             if copy:
                 source = pages.pop()
-                pages.append(self._free.pop())
+                pages.append(free.pop())
                 self._unshare(source)
                 reservation.copies.append((source, pages[-1]))
-            if new:
-                taken = self._free[-new:]
-                del self._free[-new:]
-                taken.reverse()
-                pages += taken
-                self._capacity[sequence] = len(pages) * page_size
-            reservation.grown.append(sequence)
+            if new == 1:
+                pages.append(free.pop())
+            elif new:
+                pages += free[: -new - 1 : -1]
+                del free[-new:]
 
     def _cut(self, sequence: int, tokens: int) -> None:
         pages = self._pages[sequence]
         keep = -(-tokens // self.page_size)
         self._release(pages[keep:])
         del pages[keep:]
-        self._lengths[sequence] = tokens
-        self._capacity[sequence] = keep * self.page_size
+        self._room[sequence] = keep * self.page_size - tokens
 
     def _release(self, pages: list[int]) -> None:
         """Drop one owner of each page; last pages first, so that they are handed out again in order."""
