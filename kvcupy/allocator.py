@@ -127,28 +127,29 @@ class PageAllocator:
         """
         counts = dict(counts)
         last = self._last
-        # A sum of ints alone is an int. The usual step asks for what the last one asked for: known to be good.
-        if type(sum(counts.values())) is not int or (counts != last.counts and min(counts.values()) < 0):
+        # The usual step asks for what the last one asked for. (1.0 equals 1, but makes the sum a float.)
+        repeated = counts == last.counts and last.alive and type(sum(counts.values())) is int
+        if not repeated:
+            for sequence in counts:
+                self._require(sequence)
             counts = {s: whole_number(f"counts[{s}]", n, 0) for s, n in counts.items()}
         room = self._room
-        try:
-            left = {sequence: room[sequence] - count for sequence, count in counts.items()}
-        except KeyError as unknown:
-            raise ValueError(f"unknown sequence {unknown.args[0]!r}") from None
-        growth = None
-        if self._shared or min(left.values(), default=0) < 0:
-            growth = self._plan_growth(counts, left)
+        short = []
+        for sequence, count in counts.items():
+            room[sequence] = left = room[sequence] - count
+            if left < 0:
+                short.append(sequence)
+        growth = self._plan_growth(counts, short) if short or self._shared else []
         # Nothing fails from here on.
         self._epoch += 1
         batch = last._batch
-        if counts.keys() != last.counts.keys() or not last.alive:
+        if not repeated:
             batch = _Batch()
             for old in set(map(self._batches.__getitem__, counts)):
                 old.latest = None
             self._batches.update(dict.fromkeys(counts, batch))
-        room.update(left)
         self._last = reservation = Reservation(counts, batch, self._epoch)
-        if growth is not None:
+        if growth:
             self._grow(reservation, growth)
         return reservation
 
@@ -231,28 +232,28 @@ class PageAllocator:
         self._epoch += 1
         self._batches[sequence].latest = None
 
-    def _plan_growth(self, counts: Mapping[int, int], left: dict[int, int]) -> list[tuple[int, int, bool]]:
-        """(sequence, new pages, copy on write?) for all that need any; turns `left` into room after growth.
+    def _plan_growth(self, counts: Mapping[int, int], short: list[int]) -> list[tuple[int, int, bool]]:
+        """(sequence, new pages, copy on write?) for all that need any, `_room` having been lowered by `counts`.
 
-        Raises OutOfPages before anything is taken.
+        Raises OutOfPages, with `_room` as it was, before anything is taken.
         """
+        room, page_size, shared = self._room, self.page_size, self._shared
         growth = []
         needed = 0
         leaving: Counter[int] = Counter()  # owners that this very reservation moves off a shared page
-        for sequence, after in left.items():
-            if after >= 0 and not self._shared:
-                continue
-            new = max(0, -(after // self.page_size))
-            copy = False
-            if self._shared and counts[sequence] and self._room[sequence]:
+        for sequence in counts if shared else short:
+            left, copy = room[sequence], False
+            new = -(left // page_size) if left < 0 else 0
+            if shared and counts[sequence] and left + counts[sequence]:
                 tail = self._pages[sequence][-1]
-                copy = self._shared.get(tail, 0) > leaving[tail]
+                copy = shared.get(tail, 0) > leaving[tail]
                 leaving[tail] += copy
             if new or copy:
-                left[sequence] = after + new * self.page_size
                 growth.append((sequence, new, copy))
                 needed += new + copy
         if needed > len(self._free):
+            for sequence, count in counts.items():
+                room[sequence] += count
             raise OutOfPages(needed, len(self._free))
         return growth
 
@@ -266,11 +267,12 @@ class PageAllocator:
                 pages.append(free.pop())
                 self._unshare(source)
                 reservation.copies.append((source, pages[-1]))
-            if new == 1:
+            if new == 1:  # a decode step's case, worth its branch
                 pages.append(free.pop())
             elif new:
                 pages += free[: -new - 1 : -1]
                 del free[-new:]
+            self._room[sequence] += new * self.page_size
 
     def _cut(self, sequence: int, tokens: int) -> None:
         pages = self._pages[sequence]
