@@ -1,1 +1,5 @@
-def main(): print("hi")
+"""The command line."""
+
+
+def main() -> None:
+    """Entry point of the `kvcupy` command."""

@@ -205,8 +205,9 @@ def parse_bytes(text: int | str) -> int:
     stripped = text.strip()
     digits = stripped.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
     factor = _BY_LOWER.get(stripped[len(digits) :].strip().lower())
-    whole, point, fraction = digits.partition(".")
+    whole, _, fraction = digits.partition(".")
     if factor is None or not (whole + fraction).isascii() or not (whole + fraction).isdigit():
         raise ValueError(f"memory must be bytes or a size such as 8GiB or 40GB, got {text!r}")
     # Integers throughout: 0.1 has no exact float.
-    return int(whole + fraction) * factor // 10 ** len(fraction)
+    scale: int = 10 ** len(fraction)
+    return int(whole + fraction) * factor // scale

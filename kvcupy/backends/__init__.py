@@ -8,7 +8,7 @@ from importlib import import_module
 from kvcupy.backends.base import Backend
 from kvcupy.errors import DeviceUnavailable
 
-__all__ = ["DEVICES", "get_backend"]
+__all__ = ["DEVICES", "Backend", "backend_of", "get_backend"]
 
 _MODULES = {"cpu": "kvcupy.backends.cpu"}
 
@@ -24,6 +24,13 @@ def get_backend(device: str = "auto") -> Backend:
     if device not in DEVICES:
         raise ValueError(f"device must be one of {', '.join(DEVICES)}, got {device!r}")
     return _load("cpu" if device == "auto" else device)
+
+
+def backend_of(array: object) -> Backend:
+    """The backend in whose memory an array lies."""
+    if hasattr(array, "__cuda_array_interface__"):
+        raise TypeError(f"expected an array in host memory, got {type(array).__name__} on a GPU")
+    return get_backend("cpu")
 
 
 @cache

@@ -63,6 +63,14 @@ class Backend(ABC):
         """The array in this device's memory, without a copy where it is there already."""
 
     @abstractmethod
+    def tonumpy(self, array: Array) -> np.ndarray[Any, Any]:
+        """The array in host memory, without a copy where it is there already."""
+
+    @abstractmethod
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """A C-contiguous array of undefined content."""
+
+    @abstractmethod
     def address(self, array: Array) -> int:
         """Address of an array's first element in this device's memory."""
 
@@ -111,9 +119,7 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def merge_states(
-        self, out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, out: Array, lse: Array
-    ) -> None:
+    def merge_states(self, out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, out: Array, lse: Array) -> None:
         """Attention over the union of two disjoint sets of tokens, from the results over each.
 
         out_*: [rows, head_dim] of one dtype, lse_*: float32 [rows]. An empty set is (0, -inf).

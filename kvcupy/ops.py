@@ -1,0 +1,273 @@
+"""The operations as functions, over a pool, a page table and a slot mapping that the caller owns.
+
+Each checks its arguments once, before anything runs, and hands them to the pool's device. Shape and type checks
+always happen; `check=False` leaves out those that must look at values (lengths, page ids, slots), which on a GPU
+would copy them to the host. The kernels are memory-safe either way.
+"""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+from kvcupy.backends import Backend, backend_of
+from kvcupy.backends.base import STORAGE_DTYPES, Array
+from kvcupy.pool import LayerPool
+
+__all__ = ["append", "decode_attention", "gather", "merge_states"]
+
+_BFLOAT16 = STORAGE_DTYPES["bfloat16"]
+_FLOATS = (*STORAGE_DTYPES.values(), np.dtype(np.float64))
+
+
+def append(k: Any, v: Any, pool: LayerPool, slot_mapping: Any, *, check: bool = True) -> None:
+    """Store K and V of new tokens in a layer. Writes the pool, nothing else.
+
+    k, v: [tokens, num_kv_heads, head_dim], float32, float16, bfloat16 (also as uint16 if the pool stores
+        bfloat16) or float64; values of another type than the pool's are rounded to it. Any strides.
+    slot_mapping: whole numbers [tokens], each page·page_size + offset, or -1 for a token to skip. Which token
+        stays when a slot is given twice is undefined.
+
+    Raises ValueError or TypeError for shapes, types or slots that do not fit; then nothing was written.
+    """
+    backend, spec = pool.backend, pool.spec
+    if not pool.writable:
+        raise ValueError("pool must be writable to append, got read-only memory")
+    rows = _rows(backend, "k", k, pool), _rows(backend, "v", v, pool)
+    if rows[0].shape != rows[1].shape:
+        raise ValueError(f"k and v must have one shape, got {list(rows[0].shape)} and {list(rows[1].shape)}")
+    slots = _whole_numbers(backend, "slot_mapping", slot_mapping, (rows[0].shape[0],), np.dtype(np.int64))
+    if check and slots.size:
+        host = backend.tonumpy(slots)
+        bad = np.flatnonzero((host < -1) | (host >= pool.num_slots))
+        if bad.size:
+            raise ValueError(
+                f"slot_mapping must be -1 or 0 to {pool.num_slots - 1} "
+                f"({pool.num_pages} pages of {spec.page_size}), got {host[bad[0]]} for token {bad[0]}"
+            )
+    backend.append(pool.layer, *rows, slots)
+
+
+def decode_attention(
+    q: Any,
+    pool: LayerPool,
+    page_table: Any,
+    seq_lens: Any,
+    *,
+    query_lens: Any = None,
+    scale: Any = None,
+    out: Any = None,
+    return_lse: bool = False,
+    check: bool = True,
+) -> Any:
+    """Attention of query tokens over the pages of their sequences: softmax(scale · q Kᵀ) V, in float32.
+
+    q: [query_tokens, num_q_heads, head_dim], float32, float16 or bfloat16 (also as uint16 if the pool stores
+        bfloat16), the sequences' tokens one after another; q head h reads KV head h // group, where group =
+        num_q_heads / num_kv_heads is any whole number.
+    page_table: int32 [batch, max_pages], the pages of each sequence in order; entries past its length may be
+        anything. seq_lens: int32 [batch], tokens stored, the newest included.
+    query_lens: whole numbers [batch], query tokens of each sequence, its last ones, each seeing itself and
+        what came before; None: one each.
+    scale: a real number; None: 1/sqrt(head_dim).
+    out: where to write, like q in shape and type; made anew if None.
+
+    Returns out, or (out, lse) with lse float32 [query_tokens, num_q_heads], the natural log of
+    Σ exp(scale · q·k). A sequence of length 0 gives out 0 and lse -inf.
+    Raises ValueError or TypeError before anything runs: for group counts that do not divide, for a length its
+    table row cannot hold, for page ids outside the pool.
+    """
+    backend, spec = pool.backend, pool.spec
+    queries = backend.asarray(q)
+    bits = queries.dtype == np.uint16 and spec.dtype == "bfloat16"
+    if bits:
+        queries = queries.view(_BFLOAT16)
+    if queries.dtype not in STORAGE_DTYPES.values():
+        raise TypeError(f"q must be {', '.join(STORAGE_DTYPES)}, got {queries.dtype}")
+    if queries.ndim != 3 or queries.shape[2] != spec.head_dim:
+        raise ValueError(f"q must have shape [query_tokens, num_q_heads, {spec.head_dim}], got {list(queries.shape)}")
+    query_tokens, num_q_heads = queries.shape[:2]
+    if num_q_heads == 0 or num_q_heads % spec.num_kv_heads:
+        raise ValueError(
+            f"q must have a multiple of the pool's {spec.num_kv_heads} KV heads as its heads, got {num_q_heads}"
+        )
+    queries = _contiguous(queries)
+
+    table = _whole_numbers(backend, "page_table", page_table, (None, None), np.dtype(np.int32))
+    batch = table.shape[0]
+    lengths = _whole_numbers(backend, "seq_lens", seq_lens, (batch,), np.dtype(np.int32))
+    counts = None
+    if query_lens is not None:
+        counts = _whole_numbers(backend, "query_lens", query_lens, (batch,), np.dtype(np.int32))
+    elif query_tokens != batch:
+        raise ValueError(f"q must have one token for each of {batch} sequences, got {query_tokens}")
+    if check:
+        host_counts = None if counts is None else backend.tonumpy(counts)
+        _check_lengths(backend.tonumpy(table), backend.tonumpy(lengths), host_counts, query_tokens, pool)
+
+    if out is None:
+        result = target = backend.empty(queries.shape, queries.dtype)
+    else:
+        result = out
+        target = backend.asarray(out)
+        if target.dtype == np.uint16 and bits:
+            target = target.view(_BFLOAT16)
+        if target.shape != queries.shape or target.dtype != queries.dtype:
+            raise ValueError(
+                f"out must be {queries.dtype} {list(queries.shape)} like q, got {target.dtype} {list(target.shape)}"
+            )
+        if not getattr(target.flags, "writeable", True):
+            raise ValueError("out must be writable")
+    lse = backend.empty((query_tokens, num_q_heads), np.dtype(np.float32)) if return_lse else None
+    direct = target.flags.c_contiguous
+    destination = target if direct else backend.empty(queries.shape, queries.dtype)
+    backend.decode_attention(
+        pool.layer, queries, table, lengths, counts, _scale(scale, spec.head_dim), destination, lse
+    )
+    if not direct:
+        target[...] = destination
+    if out is None and bits:
+        result = target.view(np.uint16)
+    return (result, lse) if return_lse else result
+
+
+def gather(pool: LayerPool, slots: Any, *, check: bool = True) -> tuple[Array, Array]:
+    """K and V of tokens as stored: two arrays [tokens, num_kv_heads, head_dim] of the pool's element type.
+
+    slots: whole numbers [tokens], page·page_size + offset.
+    """
+    backend, spec = pool.backend, pool.spec
+    wanted = _whole_numbers(backend, "slots", slots, (None,), np.dtype(np.int64))
+    if check and wanted.size:
+        host = backend.tonumpy(wanted)
+        if host.min() < 0 or host.max() >= pool.num_slots:
+            raise ValueError(f"slots must be 0 to {pool.num_slots - 1}, got values from {host.min()} to {host.max()}")
+    shape = (wanted.shape[0], spec.num_kv_heads, spec.head_dim)
+    k, v = (backend.empty(shape, STORAGE_DTYPES[spec.dtype]) for _ in range(2))
+    backend.gather(pool.layer, wanted, k, v)
+    return k, v
+
+
+def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Array, Array]:
+    """Attention over the union of two disjoint sets of tokens, from the results over each set.
+
+    out_a, out_b: [..., head_dim] of one type; lse_a, lse_b: float32 [...], natural log.
+    out = (e^a·out_a + e^b·out_b) / (e^a + e^b) and lse = ln(e^a + e^b); an empty set is (0, -inf).
+    Returns (out, lse), new arrays.
+    """
+    backend = backend_of(out_a)
+    a, b = backend.asarray(out_a), backend.asarray(out_b)
+    if a.dtype not in STORAGE_DTYPES.values() or a.dtype != b.dtype:
+        raise TypeError(f"out_a and out_b must share one of {', '.join(STORAGE_DTYPES)}, got {a.dtype} and {b.dtype}")
+    if a.ndim < 1 or a.shape != b.shape:
+        raise ValueError(f"out_a and out_b must have one shape, got {list(a.shape)} and {list(b.shape)}")
+    lses = []
+    for name, value in (("lse_a", lse_a), ("lse_b", lse_b)):
+        array = backend.asarray(value)
+        if array.dtype not in _FLOATS:
+            raise TypeError(f"{name} must be float32, got {array.dtype}")
+        if array.shape != a.shape[:-1]:
+            raise ValueError(f"{name} must have shape {list(a.shape[:-1])}, got {list(array.shape)}")
+        lses.append(_contiguous(array.astype(np.float32, copy=False)).reshape(-1))
+    rows, head_dim = math.prod(a.shape[:-1]), a.shape[-1]
+    out, lse = backend.empty((rows, head_dim), a.dtype), backend.empty((rows,), np.dtype(np.float32))
+    flat = (_contiguous(array).reshape(rows, head_dim) for array in (a, b))
+    backend.merge_states(next(flat), lses[0], next(flat), lses[1], out, lse)
+    return out.reshape(a.shape), lse.reshape(a.shape[:-1])
+
+
+# Checks
+
+
+def _contiguous(array: Array) -> Array:
+    return array if array.flags.c_contiguous else array.copy(order="C")
+
+
+def _rows(backend: Backend, name: str, array: Any, pool: LayerPool) -> Array:
+    """K or V in the storage type, each row contiguous."""
+    spec, storage = pool.spec, STORAGE_DTYPES[pool.spec.dtype]
+    rows = backend.asarray(array)
+    if rows.dtype == np.uint16 and spec.dtype == "bfloat16":
+        rows = rows.view(_BFLOAT16)
+    if rows.dtype not in _FLOATS:
+        raise TypeError(f"{name} must be floating point, got {rows.dtype}")
+    if rows.ndim != 3 or rows.shape[1:] != (spec.num_kv_heads, spec.head_dim):
+        raise ValueError(
+            f"{name} must have shape [tokens, {spec.num_kv_heads}, {spec.head_dim}], got {list(rows.shape)}"
+        )
+    if rows.dtype != storage:
+        with np.errstate(over="ignore", invalid="ignore"):  # too large becomes inf, as the type has it
+            rows = rows.astype(storage)
+    side_by_side = spec.head_dim == 1 or rows.strides[2] == rows.itemsize
+    return rows if side_by_side else rows.copy(order="C")
+
+
+def _whole_numbers(
+    backend: Backend, name: str, values: Any, shape: tuple[int | None, ...], dtype: np.dtype[Any]
+) -> Array:
+    """Integers of the wanted shape (None: any) as a contiguous array of the wanted width."""
+    array = backend.asarray(values)
+    if array.size == 0 and isinstance(values, list | tuple):
+        array = array.astype(dtype)  # an empty list has no type of its own
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name} must be whole numbers, got {array.dtype}")
+    if array.ndim != len(shape) or any(want not in (None, got) for want, got in zip(shape, array.shape, strict=True)):
+        wanted = ", ".join("any" if extent is None else str(extent) for extent in shape)
+        raise ValueError(f"{name} must have shape [{wanted}], got {list(array.shape)}")
+    if array.dtype != dtype:
+        if array.size and not np.can_cast(array.dtype, dtype):
+            limits = np.iinfo(dtype)
+            low, high = int(array.min()), int(array.max())
+            if low < limits.min or high > limits.max:
+                raise ValueError(f"{name} must fit {dtype}, got values from {low} to {high}")
+        array = array.astype(dtype)
+    return _contiguous(array)
+
+
+def _check_lengths(
+    table: np.ndarray[Any, Any],
+    lengths: np.ndarray[Any, Any],
+    counts: np.ndarray[Any, Any] | None,
+    query_tokens: int,
+    pool: LayerPool,
+) -> None:
+    page_size = pool.spec.page_size
+    capacity = table.shape[1] * page_size
+    for row in np.flatnonzero((lengths < 0) | (lengths > capacity))[:1]:
+        raise ValueError(
+            f"seq_lens must be 0 to {capacity}, what a page_table row of {table.shape[1]} pages of {page_size} "
+            f"holds; row {row} has {lengths[row]}"
+        )
+    used = np.arange(table.shape[1])[None] < -(-lengths.astype(np.int64)[:, None] // page_size)
+    for row, column in np.argwhere(used & ((table < 0) | (table >= pool.num_pages)))[:1]:
+        raise ValueError(
+            f"page_table must hold page ids 0 to {pool.num_pages - 1} up to each sequence's length; "
+            f"row {row} has {table[row, column]} at column {column}"
+        )
+    if counts is None:
+        return
+    if (counts.size and counts.min() < 0) or int(counts.sum()) != query_tokens:
+        raise ValueError(
+            f"query_lens must be 0 or more and sum to q's {query_tokens} tokens, "
+            f"got values from {counts.min(initial=0)} that sum to {counts.sum()}"
+        )
+    for row in np.flatnonzero((counts > lengths) & (lengths > 0))[:1]:
+        raise ValueError(
+            f"query_lens must not exceed seq_lens; row {row} has {counts[row]} query tokens of {lengths[row]}"
+        )
+
+
+def _scale(scale: Any, head_dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    if getattr(scale, "ndim", None) == 0 and hasattr(scale, "item"):
+        scale = scale.item()  # a NumPy scalar, or an array of one element on any device
+    if isinstance(scale, bool) or not isinstance(scale, Real):
+        raise TypeError(f"scale must be a real number, got {scale!r}")
+    value = float(scale)
+    if not math.isfinite(value):
+        raise ValueError(f"scale must be finite, got {value}")
+    return value
