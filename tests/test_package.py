@@ -1,0 +1,98 @@
+"""The package as it is shipped: its layers, what importing it costs, and what lands in site-packages."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "kvcupy"
+
+LAYERS = ["errors", "spec", "allocator", "backends", "pool", "ops", "cache", "simulate", "cli"]
+"""Each imports only from those before it, and from itself."""
+
+LAZY = {"numba", "cupy", "llvmlite", "torch"}
+
+
+def modules() -> list[Path]:
+    return sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py" or path.parent != PACKAGE)
+
+
+def imports(path: Path) -> list[tuple[str, bool]]:
+    """(module, at the top of the file?) of every import statement."""
+    tree = ast.parse(path.read_text())
+    inside = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+    }
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, id(node) not in inside) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.append((node.module or "", id(node) not in inside))
+            found += [(f"{node.module}.{alias.name}", id(node) not in inside) for alias in node.names]
+    return found
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_layers_import_downwards(path: Path) -> None:
+    layer = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    allowed = LAYERS[: LAYERS.index(layer) + 1]
+    for module, _ in imports(path):
+        parts = module.split(".")
+        if parts[0] == "kvcupy" and len(parts) > 1 and (PACKAGE / parts[1]).with_suffix(".py").exists():
+            assert parts[1] in allowed, f"{layer} imports {module}"
+        elif parts[0] == "kvcupy" and len(parts) > 1 and (PACKAGE / parts[1]).is_dir():
+            assert parts[1] in allowed, f"{layer} imports {module}"
+        if parts[0] in LAZY:
+            assert layer == "backends", f"{layer} imports {module}: only backends may"
+        if layer in ("errors", "spec", "allocator"):
+            assert parts[0] not in ("numpy", "ml_dtypes"), f"{layer} imports {module}: it is plain integers"
+        if parts[0] in ("typer", "rich"):
+            assert layer == "cli", f"{layer} imports {module}: only the command line may"
+
+
+def test_import_is_light() -> None:
+    code = (
+        "import sys, numpy; before = set(sys.modules); import kvcupy; "
+        "print(*{name.partition('.')[0] for name in set(sys.modules) - before})"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not LAZY & set(result.stdout.split())
+
+
+def test_version_is_one() -> None:
+    import kvcupy
+
+    assert f'version = "{kvcupy.__version__}"' in (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.mark.skipif(not (ROOT / "pyproject.toml").exists(), reason="needs the source tree")
+def test_wheel_and_sdist_hold_kvcupy_alone(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "build", "--outdir", str(tmp_path), str(ROOT)], check=True, capture_output=True
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.partition("/")[0] for name in names} == {"kvcupy", wheel.name.partition("-py3")[0] + ".dist-info"}
+    expected = {
+        f"kvcupy/{path.relative_to(PACKAGE)}"
+        for pattern in ("*.py", "py.typed", "*.cu", "*.cuh")
+        for folder in (PACKAGE, PACKAGE / "cli", PACKAGE / "cuda")
+        for path in folder.rglob(pattern)
+    }
+    assert expected <= set(names)
+    with tarfile.open(sdist) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    assert expected <= packed
