@@ -6,6 +6,7 @@ Plain arithmetic on shapes and alignments, the same for every device that runs t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from kvcupy.backends.base import STORAGE_DTYPES
 from kvcupy.backends.source import DecodeVariant
@@ -32,6 +33,7 @@ def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+@cache
 def decode_variant(
     *, kv: str, q: str, head_dim: int, page_size: int, rows: int, load_bytes: int, q_load_bytes: int
 ) -> DecodeVariant:
