@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 _FOLDER = Path(__file__).parents[1] / "cuda"
-_TYPES = {"float32": "float", "float16": "float16", "bfloat16": "bfloat16"}
+_TYPES = {"float32": "float", "float16": "struct float16", "bfloat16": "struct bfloat16"}
 
 
 @cache
@@ -41,7 +41,8 @@ class Variant:
         for field in fields(self):
             value = getattr(self, field.name)
             name = field.name.upper()
-            lines.append(f"#define {name} {_TYPES[value]}" if isinstance(value, str) else f"constexpr int {name} = {value};")
+            text = isinstance(value, str)
+            lines.append(f"typedef {_TYPES[value]} {name};" if text else f"constexpr int {name} = {value};")
         parts = [f'#line 1 "{name}"\n{_read(name)}' for name in ("common.cuh", "layout.cuh", *self.files)]
         return "\n".join(['#line 1 "constants"', *lines, *parts])
 
