@@ -297,10 +297,30 @@ class _Scheduler:
         self.runnable[gone.index] = _IDLE
         self.living -= gone.count
         if self.in_barrier.any():
-            self._check_left_behind(gone)
+            self._check_barrier_left(gone)
+        if self.in_sync.any():
+            self._check_warp_left(gone)
         return True
 
-    def _check_left_behind(self, gone: Lanes) -> None:
+    def _check_warp_left(self, gone: Lanes) -> None:
+        """A lane that another one's mask names must not run past the place and end."""
+        waiting = Lanes(np.flatnonzero(self.in_sync))
+        ended = bits_per_warp(self.chunk, gone, True)[waiting.ids >> 5]
+        for at in np.unique(self.at[waiting.ids]).tolist():
+            op = self.ops[at]
+            assert op.members is not None
+            here = waiting.select(self.at[waiting.ids] == at)
+            named = op.members(self.chunk, here) & ended[self.at[waiting.ids] == at]
+            if named.any():
+                raise self._warp_fault(int(here.ids[named.argmax()]))
+
+    def _warp_fault(self, lane: int) -> Exception:
+        instruction = self.ops[int(self.at[lane])].instruction
+        return self.chunk.fault(
+            instruction, lane, "warp not complete", "a lane that its member mask names never comes here"
+        )
+
+    def _check_barrier_left(self, gone: Lanes) -> None:
         """Lanes of one warp come to a barrier together, or not at all."""
         waiting = self.in_barrier.reshape(-1, 32).any(axis=1)
         bad = waiting[gone.ids >> 5]
@@ -439,12 +459,8 @@ class _Scheduler:
 
     def _deadlock(self) -> Exception:
         """Nothing can go on any more."""
-        waiting = np.flatnonzero(self.in_sync)
-        if len(waiting):
-            lane = int(waiting[0])
-            op = self.ops[int(self.at[lane])]
-            detail = "lanes that its member mask names never come here"
-            return self.chunk.fault(op.instruction, lane, "warp not complete", detail)
-        lane = int(np.flatnonzero(self.in_barrier)[0])
+        if self.in_sync.any():
+            return self._warp_fault(int(self.in_sync.argmax()))
+        lane = int(self.in_barrier.argmax())
         waiting_here = int((self.in_barrier & (self.chunk.slot_of == self.chunk.slot_of[lane])).sum())
         return self._barrier_fault(lane, f"{waiting_here} of {self.chunk.launch.threads} threads wait there for ever")

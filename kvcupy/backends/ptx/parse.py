@@ -100,13 +100,14 @@ class Guard:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the CUDA source."""
+    """A line of the CUDA source, and the line that called it, where the compiler inlined a function."""
 
     file: str
     number: int
+    caller: Line | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.number}"
+        return f"{self.file}:{self.number}" + (f" (from {self.caller})" if self.caller else "")
 
 
 @dataclass(frozen=True)
@@ -330,10 +331,19 @@ class _Body:
         here = (int(loc[1]), int(loc[2]), int(loc[3]))
         if loc[4]:
             self._caller[here] = (int(loc[4]), int(loc[5]), int(loc[6]))
-        while here in self._caller and _HEADERS.search(self._files.get(here[0], "")) and self._caller[here] != here:
-            here = self._caller[here]
+        else:
+            self._caller.pop(here, None)
         if here[1]:  # line 0 marks code that belongs to no line; it stays with the one before
-            self._line = Line(PurePath(self._files.get(here[0], "?")).name, here[1])
+            self._line = self._line_at(here, 8)
+
+    def _line_at(self, here: _Location, depth: int) -> Line:
+        """The innermost line outside CUDA's headers, and up to `depth` lines that led there."""
+        file = self._files.get(here[0], "?")
+        above = self._caller.get(here)
+        if above is None or depth == 0:
+            return Line(PurePath(file).name, here[1])
+        caller = self._line_at(above, depth - 1)
+        return caller if _HEADERS.search(file) else Line(PurePath(file).name, here[1], caller)
 
     def _statement(self, text: str) -> None:
         if text.startswith(".reg"):
