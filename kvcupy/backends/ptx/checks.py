@@ -1,0 +1,203 @@
+"""Races: who touched which byte last, and was it ordered before who touches it now?
+
+Every access leaves a token beside the bytes it touched. In shared memory a token is a time and a lane. Two accesses
+by different lanes are ordered if both lanes passed a barrier of the block in between, or, within one warp, a
+`__syncwarp`; if they are not and one of them writes, they race. It does not matter in which order the interpreter
+happened to run them. In global memory a token is a block and an instruction; between blocks of one launch nothing
+is ordered.
+
+Tokens are kept per granule: 16 bytes to begin with, and split when a narrower access comes. All earlier accesses
+covered whole granules, so nothing is lost by that.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from kvcupy.backends.ptx.types import Array
+
+__all__ = ["ATOMIC", "READ", "WRITE", "Conflict", "GlobalRaces", "SharedRaces"]
+
+READ, WRITE, ATOMIC = "read", "write", "atomic access"
+
+
+class Conflict(NamedTuple):
+    """position: which of the accesses races. other: the lane or block it races with, and at which instruction."""
+
+    position: int
+    other: int
+    instruction: int
+    earlier: str
+
+
+class _Tokens:
+    """Token planes over some bytes: who wrote, who read last, who else read before, who was atomic. 0 is nobody."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._granule = 16
+        self.writers, self.readers, self.others, self.atomics = (self._blank() for _ in range(4))
+
+    def _blank(self) -> Array:
+        return np.zeros(-(-self._nbytes // self._granule), np.int64)
+
+    def _planes(self) -> tuple[Array, Array, Array, Array]:
+        return self.writers, self.readers, self.others, self.atomics
+
+    def grow(self, nbytes: int) -> None:
+        if nbytes > self._nbytes:
+            self._nbytes = nbytes
+            blank = self._blank()
+            planes = [np.concatenate([plane, blank[plane.size :]]) for plane in self._planes()]
+            self.writers, self.readers, self.others, self.atomics = planes
+
+    def cells(self, at: Array, nbytes: int, *per_access: Array) -> tuple[Array, ...]:
+        """The granules of each access, and the given arrays repeated to match them."""
+        if nbytes < self._granule:
+            planes = [np.repeat(plane, self._granule // nbytes) for plane in self._planes()]
+            self.writers, self.readers, self.others, self.atomics = planes
+            self._granule = nbytes
+        cells = at // self._granule
+        count = nbytes // self._granule
+        if count == 1:
+            return (cells, *per_access)
+        cells = (cells[:, None] + np.arange(count)).reshape(-1)
+        return (cells, *(np.repeat(each, count) for each in per_access))
+
+
+class SharedRaces:
+    """Races on the shared memory of a chunk of blocks, between lanes of one block."""
+
+    _LANE_BITS = 24
+    _LANE = (1 << _LANE_BITS) - 1
+
+    def __init__(self, nbytes: int, lanes: int) -> None:
+        self._tokens = _Tokens(nbytes)
+        self._history = [0]
+        self._block_sync = np.zeros(lanes, np.int64)
+        self._warp_sync = np.zeros(lanes, np.int64)
+        self._horizon = 0  # everything before it is ordered for all lanes
+
+    def sync_block(self, ids: Array) -> None:
+        """These lanes passed a barrier together."""
+        self._block_sync[ids] = self._warp_sync[ids] = len(self._history)
+        self._horizon = int(self._block_sync.min()) << self._LANE_BITS
+
+    def sync_warp(self, ids: Array) -> None:
+        """These lanes of one or more warps passed a __syncwarp."""
+        self._warp_sync[ids] = len(self._history)
+
+    def access(self, kind: str, at: Array, nbytes: int, ids: Array, instruction: int) -> Conflict | None:
+        """Lanes ids access nbytes each at the storage positions at."""
+        time = len(self._history)
+        self._history.append(instruction)
+        cells, ids_, position = self._tokens.cells(at, nbytes, ids, np.arange(len(ids)))
+        tokens = self._tokens
+        earlier = {WRITE: tokens.writers}
+        if kind != READ:
+            earlier[READ] = tokens.readers
+        if kind != ATOMIC:
+            earlier[ATOMIC] = tokens.atomics
+        planes = [*earlier.items()] + ([(READ, tokens.others)] if kind != READ else [])
+        for what, plane in planes:
+            found = plane[cells]
+            racing = self._racing(found, ids_)
+            if racing is not None:
+                token = int(found[racing])
+                other = (token & self._LANE) - 1
+                return Conflict(int(position[racing]), other, self._history[token >> self._LANE_BITS], what)
+        mine = (time << self._LANE_BITS) | (ids_ + 1)
+        if kind == READ:
+            self._note_read(cells, mine)
+        else:
+            (tokens.writers if kind == WRITE else tokens.atomics)[cells] = mine
+        return None
+
+    def _racing(self, tokens: Array, ids: Array) -> int | None:
+        """The first access that is not ordered after its token."""
+        recent = tokens >= max(self._horizon, 1)
+        if not recent.any():
+            return None
+        at = np.flatnonzero(recent)
+        tokens, ids = tokens[at], ids[at]
+        others, times = (tokens & self._LANE) - 1, tokens >> self._LANE_BITS
+        block = np.minimum(self._block_sync[others], self._block_sync[ids])
+        warp = np.minimum(self._warp_sync[others], self._warp_sync[ids])
+        ordered = times < np.where(others >> 5 == ids >> 5, warp, block)
+        racing = ~ordered & (others != ids)
+        return int(at[racing.argmax()]) if racing.any() else None
+
+    def _note_read(self, cells: Array, mine: Array) -> None:
+        """Two readers are enough to remember: the last, and one of another warp, or else of another lane."""
+        readers = self._tokens.readers
+        before = readers[cells]
+        readers[cells] = mine
+        last = readers[cells]
+        self._note_other(cells, before, last)
+        lost = last != mine  # lanes that read one cell in the same instruction: only one of them stayed
+        if lost.any():
+            self._note_other(cells[lost], mine[lost], last[lost])
+
+    def _note_other(self, cells: Array, tokens: Array, last: Array) -> None:
+        others = self._tokens.others
+        recent = tokens >= max(self._horizon, 1)
+        if not recent.any():
+            return
+        lane, last_lane = (tokens & self._LANE) - 1, (last & self._LANE) - 1
+        kept = others[cells]
+        useful = (kept >= max(self._horizon, 1)) & (((kept & self._LANE) - 1) >> 5 != last_lane >> 5)
+        moves = recent & (lane != last_lane) & ((lane >> 5 != last_lane >> 5) | ~useful)
+        others[cells[moves]] = tokens[moves]
+
+
+class GlobalRaces:
+    """Races on one buffer between the blocks of one launch."""
+
+    _PC_BITS = 24
+    _PC = (1 << _PC_BITS) - 1
+
+    def __init__(self, nbytes: int) -> None:
+        self._tokens = _Tokens(nbytes)
+
+    def access(
+        self, kind: str, at: Array, nbytes: int, blocks: Array, instruction: int, storage_bytes: int
+    ) -> Conflict | None:
+        """Threads of the given blocks access nbytes each at the storage positions at."""
+        tokens = self._tokens
+        tokens.grow(storage_bytes)
+        cells, blocks_, position = tokens.cells(at, nbytes, blocks, np.arange(len(blocks)))
+        planes = [(WRITE, tokens.writers)]
+        if kind != READ:
+            planes += [(READ, tokens.readers), (READ, tokens.others)]
+        if kind != ATOMIC:
+            planes.append((ATOMIC, tokens.atomics))
+        mine = ((blocks_ + 1) << self._PC_BITS) | instruction
+        if kind == WRITE:
+            # Of several blocks that write one cell in one instruction, only one is found there afterwards.
+            found = tokens.writers[cells]
+            tokens.writers[cells] = np.where(found == 0, mine, found)
+        for what, plane in planes:
+            found = plane[cells]
+            racing = (found != 0) & (found >> self._PC_BITS != mine >> self._PC_BITS)
+            if racing.any():
+                which = int(racing.argmax())
+                token = int(found[which])
+                return Conflict(int(position[which]), (token >> self._PC_BITS) - 1, token & self._PC, what)
+        if kind == ATOMIC:
+            tokens.atomics[cells] = mine
+        elif kind == READ:
+            self._note_read(cells, mine)
+        return None
+
+    def _note_read(self, cells: Array, mine: Array) -> None:
+        """As in shared memory: the last reader, and one of another block."""
+        tokens = self._tokens
+        before = tokens.readers[cells]
+        tokens.readers[cells] = mine
+        last = tokens.readers[cells]
+        for each in (before, mine):
+            moves = (each != 0) & (each >> self._PC_BITS != last >> self._PC_BITS)
+            if moves.any():
+                tokens.others[cells[moves]] = each[moves]
