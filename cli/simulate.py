@@ -39,9 +39,13 @@ def simulate(
     q_heads: Annotated[int | None, _option(MODEL, "--q-heads", help="Query heads.", min=1)] = None,
     kv_heads: Annotated[int | None, _option(MODEL, "--kv-heads", help="KV heads.", min=1)] = None,
     head_dim: Annotated[int | None, _option(MODEL, "--head-dim", help="Elements of a head.", min=1, max=512)] = None,
-    dtype: Annotated[str, _option(CACHE, "--dtype", help=f"How K and V are stored: {', '.join(CODECS)}.")] = "float16",
+    dtype: Annotated[
+        str, _option(CACHE, "--dtype", help=f"How K and V are stored: {', '.join(CODECS)}.")
+    ] = "float16",
     page_size: Annotated[int, _option(CACHE, "--page-size", help="Tokens in a page.", min=1)] = 16,
-    layout: Annotated[str, _option(CACHE, "--layout", help=f"Order in a page: {', '.join(LAYOUTS)}.")] = "interleaved",
+    layout: Annotated[
+        str, _option(CACHE, "--layout", help=f"Order in a page: {', '.join(LAYOUTS)}.")
+    ] = "interleaved",
     row_align: Annotated[
         str | None,
         _option(

@@ -71,6 +71,12 @@ class CpuBackend(Backend):
     def asarray(self, array: Any) -> Array:
         return np.asarray(array)
 
+    def tonumpy(self, array: Array) -> Array:
+        return array
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        return np.empty(shape, dtype)
+
     def address(self, array: Array) -> int:
         return int(array.ctypes.data)
 
