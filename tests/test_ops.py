@@ -318,7 +318,7 @@ def test_wrap_refuses_what_does_not_fit(device: str) -> None:
         wrap(good.astype(np.float32))
     with pytest.raises(ValueError, match="contiguous last axis"):
         wrap(np.zeros((3, 2, 4, 2, 64), np.float16)[..., ::2])
-    with pytest.raises(ValueError, match=r"strides.page must be at least 1024 bytes, or rows overlap; got 0"):
+    with pytest.raises(ValueError, match=r"strides\.page must be at least \d+ bytes, or rows overlap; got 0"):
         wrap(np.broadcast_to(good[:1], good.shape))
     with pytest.raises(ValueError, match="at least one page"):
         wrap(good[:0])
