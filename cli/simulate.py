@@ -62,7 +62,7 @@ def simulate(
             CACHE,
             "--memory",
             help=f"The KV pool. Default: {MODELLED_MEMORY} modelled, {EXECUTED_MEMORY} executed; for the "
-            "experiment's churn, 32 sequences of --context.",
+            "experiment's churn, 16 sequences of --context.",
             show_default=False,
         ),
     ] = None,
@@ -166,7 +166,7 @@ def _experiment(
 ) -> None:
     from kvcupy.simulate.experiment import run_experiment
 
-    churn_tokens = 32 * context if memory is None else parse_bytes(memory) // spec.bytes_per_token
+    churn_slots = 16 * context if memory is None else parse_bytes(memory) // spec.bytes_per_token
     with report.progress(hidden=as_json) as progress:
         result = run_experiment(
             spec,
@@ -177,7 +177,7 @@ def _experiment(
             padding=padding,
             device=device,
             seed=seed,
-            churn_tokens=churn_tokens,
+            churn_slots=churn_slots,
             progress=progress,
         )
     if as_json:
