@@ -2,17 +2,19 @@
 
 Requests are served first come first served. The head of the queue is admitted when its prompt fits in the
 free pages and the batch has room; all that are admitted together are prefilled in one step of their own,
-whose end is their first token. Otherwise the whole batch decodes. When a decode step would run out of pages,
-the youngest
-running request is preempted: its pages are freed and it goes back to the head of the queue, with a prompt
-that has grown by the tokens it has generated (recompute).
+whose end is their first token. Otherwise the whole batch decodes. While the next decode step does not fit,
+the
+youngest running request is preempted: its pages are freed and it goes back to the head of the queue, with a
+prompt that has grown by the tokens it has generated (recompute).
 
 A request of p prompt and o output tokens stores p + o - 1: the last sampled token's K and V are never stored.
-If they need more pages than the pool has, it is rejected. So the oldest running request always fits when it
-is alone; nobody preempts it; it finishes, and so, one after another, do all. A preempted request needs at
-least the
-pages it gave up, and what is free only shrinks until the next finish: it is not admitted again before.
-Preemptions are therefore at most max_batch for each finished request.
+If they need more pages than the pool has, it is rejected, and blocks nobody.
+
+Why a small pool ends: every other request fits when it is alone, so the oldest running one is never
+preempted; it finishes, and so, one after another, do all. Why it does not thrash: the last one preempted is
+at the head of the queue and needs one page more than there are (its own, and the page for want of which it
+was preempted); what is free only shrinks until a request finishes, so nobody is admitted before. Hence at
+most max_batch preemptions for each request that finishes.
 
 Between two events (an arrival that could be admitted, a finish, an empty pool) the batch does not change.
 Those decode steps are advanced at once; sums are accumulated in the order of the steps, so the result is the
@@ -127,9 +129,10 @@ def replay(
 
 def page_growth(stored_tokens: IntArray, page_size: int, steps: int) -> IntArray:
     """Pages that sequences of these lengths take in each of `steps` steps of one more token each."""
-    period = min(page_size, steps)
     first = -stored_tokens % page_size  # steps until a sequence's last page is full
-    return np.resize(np.bincount(first[first < period], minlength=period), steps)
+    if steps <= page_size:
+        return np.bincount(first[first < steps], minlength=steps)
+    return np.resize(np.bincount(first, minlength=page_size), steps)  # repeats
 
 
 class _Run:
@@ -173,7 +176,7 @@ class _Run:
         return float(self.sums[0])
 
     def advance(self) -> None:
-        """To the next event: a prefill, decode steps, a preemption, or the next arrival."""
+        """To the next event: a prefill, decode steps, or the next arrival."""
         if admitted := self._admit():
             self._prefill(admitted)
         elif self.running:
@@ -220,6 +223,7 @@ class _Run:
         self._finish(new[self.left[new] == 0])
 
     def _decode(self) -> None:
+        self._make_room()
         machine = self.machine
         batch = self._batch()
         left = self.left[batch]
@@ -228,9 +232,6 @@ class _Run:
         used_before = machine.num_pages - machine.free_pages
         used_pages = used_before + np.cumsum(page_growth(stored_tokens, machine.page_size, steps))
         steps = int(np.searchsorted(used_pages, machine.num_pages, side="right"))
-        if not steps:
-            self._preempt_youngest()
-            return
         # Whoever waits now waits for a finish: later arrivals queue behind and change nothing.
         waiting = self._head() is not None or self.next == len(self.arrival_s)
         until_s = math.inf if waiting else float(self.arrival_s[self.next])
@@ -256,11 +257,20 @@ class _Run:
         self.sums = np.add.accumulate(columns, axis=1)[:, -1].copy()
         self.peak_pages = max(self.peak_pages, int(used_pages[-1]))
 
-    def _preempt_youngest(self) -> None:
-        request, sequence = self.running.popitem()
-        self.machine.free(sequence)
-        self.preempted.append(request)
-        self.preemptions += 1
+    def _make_room(self) -> None:
+        """Preempt the youngest until the others can take one more step."""
+        machine = self.machine
+        if machine.free_pages >= len(self.running):  # one page each is the most they can need
+            return
+        batch = self._batch()
+        full = ((self.total[batch] - self.left[batch] - 1) % machine.page_size == 0).tolist()
+        needed_pages = sum(full)
+        while needed_pages > machine.free_pages:
+            needed_pages -= full.pop()
+            request, sequence = self.running.popitem()
+            machine.free(sequence)
+            self.preempted.append(request)
+            self.preemptions += 1
 
     def _finish(self, requests: IntArray) -> None:
         self.finish_s[requests] = self.sums[0]

@@ -37,7 +37,14 @@ class ModelPreset:
     source: str
     unsupported: str | None = None
 
-    def spec(self, *, page_size: int = 16, dtype: str = "float16", layout: str = "interleaved") -> KVSpec:
+    def spec(
+        self,
+        *,
+        page_size: int = 16,
+        dtype: str = "float16",
+        layout: str = "interleaved",
+        row_align: int | str = 16,
+    ) -> KVSpec:
         """The KV cache of this model. A shape that cannot be expressed is a ValueError that says why.
 
         >>> find_model("llama-3-8b").spec().bytes_per_token
@@ -52,6 +59,7 @@ class ModelPreset:
             page_size=page_size,
             dtype=dtype,
             layout=layout,
+            row_align=row_align,
         )
 
 
