@@ -24,15 +24,16 @@ console = Console(highlight=False, soft_wrap=False)
 
 @contextmanager
 def progress(hidden: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """A live bar on standard error, gone when it is done: call it with (what, done, total)."""
+    """A live bar on standard error, if that is a terminal, gone when it is done: call it with (what, done, total)."""
+    stderr = Console(stderr=True)
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        console=Console(stderr=True),
+        console=stderr,
         transient=True,
-        disable=hidden,
+        disable=hidden or not stderr.is_terminal,
     )
     with bar:
         task = bar.add_task("starting", total=None)

@@ -40,9 +40,7 @@ class Pool:
         self.memory = backend.allocate(nbytes + 2 * self.GUARD)
         self.memory[:] = 0xFF  # NaN in each of the dtypes
         self.data = self.memory[self.GUARD : self.GUARD + nbytes]
-        self.layer = Layer(
-            spec, num_pages, backend.address(self.data), spec.strides, spec.padding_bytes_per_row
-        )
+        self.layer = Layer(spec, num_pages, backend.address(self.data), spec.strides, spec.padding_bytes_per_row)
 
     def rows(self) -> Any:
         """[page, offset, head, K or V, dim] view of the stored elements."""

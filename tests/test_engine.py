@@ -111,9 +111,7 @@ REQUEST = st.tuples(st.floats(0, 20), st.integers(1, 40), st.integers(1, 60))
     page_size=st.sampled_from([1, 2, 3, 4, 16, 1000]),
     max_batch=st.integers(1, 6),
 )
-def test_many_steps_at_once_are_the_steps_one_by_one_to_the_last_bit(
-    requests, num_pages, page_size, max_batch
-):
+def test_many_steps_at_once_are_the_steps_one_by_one_to_the_last_bit(requests, num_pages, page_size, max_batch):
     result = run(requests, num_pages, page_size, max_batch=max_batch)
     requests = sorted(requests, key=lambda request: request[0])
     first, finish, rejected, preemptions, peak, page_seconds, token_seconds = oracle(
@@ -238,9 +236,7 @@ def test_nothing_to_run():
 
 def test_progress_counts_to_the_end():
     seen = []
-    run(
-        [(0.0, 400, 10), (0.0, 16, 4), (1.0, 159, 1)], progress=lambda done, total: seen.append((done, total))
-    )
+    run([(0.0, 400, 10), (0.0, 16, 4), (1.0, 159, 1)], progress=lambda done, total: seen.append((done, total)))
     assert seen == [(2, 3), (3, 3)]
 
 
@@ -264,8 +260,7 @@ def test_same_seed_same_result():
 def test_page_growth_is_the_difference_of_page_counts(stored, page_size, steps):
     growth = page_growth(np.array(stored), page_size, steps)
     expected = [
-        sum(-(-(n + step + 1) // page_size) + (-(n + step) // page_size) for n in stored)
-        for step in range(steps)
+        sum(-(-(n + step + 1) // page_size) + (-(n + step) // page_size) for n in stored) for step in range(steps)
     ]
     assert growth.tolist() == expected
 

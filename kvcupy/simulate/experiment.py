@@ -188,10 +188,10 @@ def _decode_seconds(
     progress: Callable[[int, int], None],
 ) -> float:
     """Seconds of `steps` decode steps, each num_layers times append and decode, round the pools of pool_spec."""
-    batch, dtype = len(lengths), STORAGE_DTYPES[pool_spec.dtype]
+    batch = len(lengths)
     cache = KVCache(pool_spec, num_pages=sum(pool_spec.pages_for(int(n) + steps + 1) for n in lengths), device=device)
     _scatter_free_pages(cache, rng)
-    chunk = 1024
+    chunk, dtype = 1024, STORAGE_DTYPES[pool_spec.dtype]
     row = (pool_spec.num_kv_heads, pool_spec.head_dim)
     k, v = (rng.standard_normal((max(chunk, batch), *row), np.float32).astype(dtype) for _ in range(2))
     q = rng.standard_normal((batch, num_q_heads, pool_spec.head_dim), np.float32).astype(dtype)
