@@ -230,8 +230,8 @@ class _Run:
         stored_tokens = self.total[batch] - left - 1
         steps = min(int(left.min()), _STEPS_AT_ONCE)
         used_before = machine.num_pages - machine.free_pages
-        used_pages = used_before + np.cumsum(page_growth(stored_tokens, machine.page_size, steps))
-        steps = int(np.searchsorted(used_pages, machine.num_pages, side="right"))
+        used_pages = used_before + page_growth(stored_tokens, machine.page_size, steps).cumsum()
+        steps = int(used_pages.searchsorted(machine.num_pages, side="right"))
         # Whoever waits now waits for a finish: later arrivals queue behind and change nothing.
         waiting = self._head() is not None or self.next == len(self.arrival_s)
         until_s = math.inf if waiting else float(self.arrival_s[self.next])
