@@ -138,13 +138,11 @@ def page_growth(stored_tokens: IntArray, page_size: int, steps: int) -> IntArray
 class _Run:
     """The state of a replay. Columns hold the servable requests, in order of arrival.
 
-    A running request stores total - left - 1 tokens, and a waiting one has a prompt of total - left,
-    preempted or
-    not: `left` is what it still has to sample.
+    `left` is what a request still has to sample. Running, it stores total - left - 1 tokens; waiting, new or
+    preempted, it has a prompt of total - left.
 
     As service is in order of arrival, the queue needs no list: preempted requests are older than any that
-    never ran, and were preempted youngest first. So it is `preempted`, its head on top, then all from `next`
-    on.
+    never ran, and were preempted youngest first. So it is `preempted`, its head on top, then all from `next`.
     """
 
     def __init__(self, trace: Trace, machine: Machine, max_batch: int) -> None:
