@@ -201,10 +201,10 @@ def test_a_format_is_one_function_and_one_line(file, monkeypatch):
     [
         (([-1.0], [1], [1]), "arrival_s"),
         (([np.nan], [1], [1]), "arrival_s"),
-        (([0.0], [0], [1]), "prompt_tokens must be from 1"),
+        (([0.0], [0], [1]), "prompt_tokens must be from 1 to 2147483647, got 0 to 0"),
         (([0.0], [1], [2**31]), "output_tokens must be from 1 to 2147483647"),
         (([0.0], [1.5], [1]), "prompt_tokens must be whole numbers"),
-        (([0.0], [1], [1, 2]), "output_tokens must be a column of"),
+        (([0.0], [1], [1, 2]), "output_tokens must be as long as arrival_s"),
     ],
 )
 def test_trace_checks_its_columns(columns, message):

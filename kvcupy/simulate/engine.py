@@ -138,13 +138,11 @@ def page_growth(stored_tokens: IntArray, page_size: int, steps: int) -> IntArray
 class _Run:
     """The state of a replay. Columns hold the servable requests, in order of arrival.
 
-    A running request stores total - left - 1 tokens, and a waiting one has a prompt of total - left,
-    preempted or
-    not: `left` is what it still has to sample.
+    `left` is what a request still has to sample. Running, it stores total - left - 1 tokens; waiting, new or
+    preempted, it has a prompt of total - left.
 
     As service is in order of arrival, the queue needs no list: preempted requests are older than any that
-    never ran, and were preempted youngest first. So it is `preempted`, its head on top, then all from `next`
-    on.
+    never ran, and were preempted youngest first. So it is `preempted`, its head on top, then all from `next`.
     """
 
     def __init__(self, trace: Trace, machine: Machine, max_batch: int) -> None:
@@ -230,8 +228,8 @@ class _Run:
         stored_tokens = self.total[batch] - left - 1
         steps = min(int(left.min()), _STEPS_AT_ONCE)
         used_before = machine.num_pages - machine.free_pages
-        used_pages = used_before + np.cumsum(page_growth(stored_tokens, machine.page_size, steps))
-        steps = int(np.searchsorted(used_pages, machine.num_pages, side="right"))
+        used_pages = used_before + page_growth(stored_tokens, machine.page_size, steps).cumsum()
+        steps = int(used_pages.searchsorted(machine.num_pages, side="right"))
         # Whoever waits now waits for a finish: later arrivals queue behind and change nothing.
         waiting = self._head() is not None or self.next == len(self.arrival_s)
         until_s = math.inf if waiting else float(self.arrival_s[self.next])

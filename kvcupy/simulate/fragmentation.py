@@ -5,9 +5,8 @@ first come first served until they fit, store their prompt, grow by one token a 
 last. A request of p prompt and o output tokens stores p + o - 1.
 
 contiguous: one run of exactly the final length, first fit, in one arena of token slots.
-paged: pages of page_size slots from `PageAllocator`, taken as the sequence grows. So that both strategies
-    admit by the same rule and nothing is preempted, a request waits until the final lengths of all fit in the
-    pool.
+paged: pages of page_size slots from `PageAllocator`, taken as the sequence grows. A request waits until the
+    final lengths of all fit, so that both strategies admit by the same rule and neither preempts.
 """
 
 from __future__ import annotations

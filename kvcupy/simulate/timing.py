@@ -8,6 +8,7 @@ unless the two efficiencies say otherwise.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -95,14 +96,14 @@ class RooflineClock:
         seconds: FloatArray = np.maximum(moved_bytes / self._bytes_per_s, flops / self._flops_per_s)
         return seconds
 
-    @property
+    @cached_property
     def _attention_flops_per_token(self) -> int:
         return 4 * self.model.num_layers * self.model.num_q_heads * self.model.head_dim
 
-    @property
+    @cached_property
     def _bytes_per_s(self) -> float:
         return self.gpu.bandwidth_bytes_per_s * self.bandwidth_efficiency
 
-    @property
+    @cached_property
     def _flops_per_s(self) -> float:
         return self.gpu.fp16_flops * self.compute_efficiency

@@ -60,21 +60,25 @@ class Trace:
     def __post_init__(self) -> None:
         arrival_s = np.asarray(self.arrival_s, dtype=np.float64)
         if not np.all((arrival_s >= 0) & (arrival_s <= MAX_ARRIVAL_S)):
-            raise ValueError(f"arrival_s must be from 0 to {MAX_ARRIVAL_S:.0e} seconds")
+            came = f"{arrival_s.min()} to {arrival_s.max()}"
+            raise ValueError(f"arrival_s must be from 0 to {MAX_ARRIVAL_S:.0e} seconds, got {came}")
         order = np.argsort(arrival_s, kind="stable")
-        for name in ("arrival_s", "prompt_tokens", "output_tokens"):
-            column = np.asarray(getattr(self, name))
-            if column.shape != order.shape:
-                raise ValueError(f"{name} must be a column of {order.shape} values, got {column.shape}")
-            if name != "arrival_s":
-                if column.size and column.dtype.kind not in "iu":
-                    raise ValueError(f"{name} must be whole numbers, got {column.dtype}")
-                if not np.all((column >= 1) & (column <= MAX_TOKENS)):
-                    raise ValueError(f"{name} must be from 1 to {MAX_TOKENS}")
-            dtype = np.float64 if name == "arrival_s" else np.int64
-            column = column.astype(dtype)[order]
-            column.setflags(write=False)
-            object.__setattr__(self, name, column)
+        columns = {"arrival_s": arrival_s}
+        for name in ("prompt_tokens", "output_tokens"):
+            columns[name] = column = np.asarray(getattr(self, name))
+            if column.shape != arrival_s.shape:
+                raise ValueError(
+                    f"{name} must be as long as arrival_s, {arrival_s.shape}, got {column.shape}"
+                )
+            if column.size and column.dtype.kind not in "iu":
+                raise ValueError(f"{name} must be whole numbers, got {column.dtype}")
+            if not np.all((column >= 1) & (column <= MAX_TOKENS)):
+                came = f"{column.min()} to {column.max()}"
+                raise ValueError(f"{name} must be from 1 to {MAX_TOKENS}, got {came}")
+        for name, column in columns.items():
+            ordered = column.astype(np.float64 if name == "arrival_s" else np.int64)[order]
+            ordered.setflags(write=False)
+            object.__setattr__(self, name, ordered)
 
     @classmethod
     def of(
@@ -86,7 +90,7 @@ class Trace:
         """A trace of (arrival_s, prompt_tokens, output_tokens) rows."""
         columns = list(zip(*requests, strict=True)) or [()] * 3
         arrivals, prompts, outputs = map(np.array, columns)
-        return cls(name, arrivals, prompts, outputs, skipped)
+        return cls(name, arrivals, prompts, outputs, dict(skipped))
 
     def __len__(self) -> int:
         return len(self.arrival_s)
@@ -100,10 +104,9 @@ class Format(NamedTuple):
     """One kind of trace file.
 
     columns: the header's names, in any order and case, all required.
-    parse: the fields of a row, in the order of columns + optional, to (arrival, prompt tokens, output
-        tokens).
+    parse: (arrival, prompt tokens, output tokens) from the fields of a row, ordered as columns + optional.
     optional: columns that may be absent; their fields then read "0".
-    ticks_per_s: unit of the arrival that `parse` returns.
+    ticks_per_s: the arrival that `parse` returns counts in this fraction of a second.
     from_first: arrivals are counted from the earliest row.
     """
 
@@ -163,7 +166,7 @@ def _read(file: BinaryIO, name: str, limit: int | None) -> Trace:
     start = first if form.from_first else 0
     try:
         requests_s = (((time - start) / form.ticks_per_s, prompt, output) for time, prompt, output in kept)
-        return Trace.of(requests_s, name, dict(skipped))
+        return Trace.of(requests_s, name, skipped)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 
