@@ -103,9 +103,7 @@ class Replay:
     finish_s: FloatArray
 
 
-def replay(
-    trace: Trace, machine: Machine, *, max_batch: int = MAX_BATCH, progress: Progress | None = None
-) -> Replay:
+def replay(trace: Trace, machine: Machine, *, max_batch: int = MAX_BATCH, progress: Progress | None = None) -> Replay:
     """Run all requests of a trace on a machine whose pool is empty. Pure: same trace and machine, same
     result.
 
@@ -114,9 +112,7 @@ def replay(
     """
     max_batch = whole_number("max_batch", max_batch, 1)
     if machine.free_pages != machine.num_pages:
-        raise ValueError(
-            f"machine must have all its {machine.num_pages} pages free, got {machine.free_pages} free"
-        )
+        raise ValueError(f"machine must have all its {machine.num_pages} pages free, got {machine.free_pages} free")
     run = _Run(trace, machine, max_batch)
     done = len(trace) - run.unfinished
     while run.unfinished:

@@ -67,9 +67,7 @@ class Trace:
         for name in ("prompt_tokens", "output_tokens"):
             columns[name] = column = np.asarray(getattr(self, name))
             if column.shape != arrival_s.shape:
-                raise ValueError(
-                    f"{name} must be as long as arrival_s, {arrival_s.shape}, got {column.shape}"
-                )
+                raise ValueError(f"{name} must be as long as arrival_s, {arrival_s.shape}, got {column.shape}")
             if column.size and column.dtype.kind not in "iu":
                 raise ValueError(f"{name} must be whole numbers, got {column.dtype}")
             if not np.all((column >= 1) & (column <= MAX_TOKENS)):
@@ -212,9 +210,7 @@ def _format_of(header: Sequence[str], name: str) -> tuple[Format, list[int | Non
         known = required + [column.lower() for column in form.optional]
         if len(set(names)) == len(names) and set(required) <= set(names) <= set(known):
             return form, [names.index(column) if column in names else None for column in known]
-    accepted = "; ".join(
-        ",".join([*form.columns, *(f"[{column}]" for column in form.optional)]) for form in FORMATS
-    )
+    accepted = "; ".join(",".join([*form.columns, *(f"[{column}]" for column in form.optional)]) for form in FORMATS)
     came = ",".join(header)
     raise ValueError(f"{name}:1: expected a header of columns {accepted}; got {came[:120]!r}")
 

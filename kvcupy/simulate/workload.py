@@ -93,9 +93,7 @@ def parse_lengths(name: str, text: str) -> Lengths:
     if len(fields) != len(parameters):
         form = ":".join([kind, *(parameter.name for parameter in parameters)])
         raise ValueError(f"{name} must have the form {form}, got {text!r}")
-    values = tuple(
-        _number(name, text, parameter, value) for parameter, value in zip(parameters, fields, strict=True)
-    )
+    values = tuple(_number(name, text, parameter, value) for parameter, value in zip(parameters, fields, strict=True))
     if kind == "uniform" and values[0] > values[1]:
         raise ValueError(f"{name}: low must be at most high, got {text!r}")
     return Lengths(kind, values)
@@ -136,6 +134,4 @@ def synthesize(
     arrivals, for_prompts, for_outputs = map(np.random.default_rng, np.random.SeedSequence(seed).spawn(3))
     at_once = rate_per_s in (0, math.inf)
     arrival_s = np.zeros(count) if at_once else np.cumsum(arrivals.exponential(1 / rate_per_s, count))
-    return Trace(
-        "synthetic", arrival_s, prompts.sample(for_prompts, count), outputs.sample(for_outputs, count)
-    )
+    return Trace("synthetic", arrival_s, prompts.sample(for_prompts, count), outputs.sample(for_outputs, count))
