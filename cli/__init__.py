@@ -1,5 +1,49 @@
-"""The command line."""
+"""The `kvcupy` command: one module per subcommand, reports in their own module, errors in one line."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from kvcupy.cli import info, simulate
+from kvcupy.errors import KVCupyError
+
+__all__ = ["app", "main", "run"]
+
+# What Typer raises for bad usage; its own module for that has moved between versions.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[2]
+
+app = typer.Typer(
+    name="kvcupy",
+    help="Paged KV caches for LLM decode: simulate workloads, measure layouts.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("simulate")(simulate.simulate)
+app.command("info")(info.info)
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line; its exit code. What goes wrong is one line on standard error, and 2."""
+    try:
+        code = app(arguments, prog_name="kvcupy", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except (typer.Abort, KeyboardInterrupt):
+        print("kvcupy: interrupted", file=sys.stderr)
+        return 130
+    except (ValueError, OSError, MemoryError, KVCupyError) as error:
+        message = str(error) or type(error).__name__
+    except Exception as error:
+        if not isinstance(error, _UsageError):
+            raise
+        message = error.format_message()  # type: ignore[attr-defined]
+    print(f"kvcupy: {' '.join(message.split())}", file=sys.stderr)
+    return 2
 
 
 def main() -> None:
     """Entry point of the `kvcupy` command."""
+    sys.exit(run(sys.argv[1:]))

@@ -130,9 +130,11 @@ class PageAllocator:
         # The usual step asks for what the last one asked for. (1.0 equals 1, but makes the sum a float.)
         repeated = counts == last.counts and last.alive and type(sum(counts.values())) is int
         if not repeated:
-            for sequence in counts:
-                self._require(sequence)
-            counts = {s: whole_number(f"counts[{s}]", n, 0) for s, n in counts.items()}
+            if not counts.keys() <= self._pages.keys():
+                for sequence in counts:
+                    self._require(sequence)
+            if set(map(type, counts.values())) - {int} or min(counts.values(), default=0) < 0:
+                counts = {s: whole_number(f"counts[{s}]", n, 0) for s, n in counts.items()}
         room = self._room
         short = []
         for sequence, count in counts.items():

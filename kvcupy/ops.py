@@ -39,7 +39,11 @@ def append(k: Any, v: Any, pool: LayerPool, slot_mapping: Any, *, check: bool = 
     rows = _rows(backend, "k", k, pool), _rows(backend, "v", v, pool)
     if rows[0].shape != rows[1].shape:
         raise ValueError(f"k and v must have one shape, got {list(rows[0].shape)} and {list(rows[1].shape)}")
-    slots = _whole_numbers(backend, "slot_mapping", slot_mapping, (rows[0].shape[0],), np.dtype(np.int64))
+    slots = _whole_numbers(backend, "slot_mapping", slot_mapping, (None,), np.dtype(np.int64))
+    if slots.shape[0] != rows[0].shape[0]:
+        raise ValueError(
+            f"k and v must have a token for each of {slots.shape[0]} slots, got {rows[0].shape[0]} tokens"
+        )
     if check and slots.size:
         host = backend.tonumpy(slots)
         bad = np.flatnonzero((host < -1) | (host >= pool.num_slots))

@@ -55,7 +55,8 @@ class Problem:
                 seen = max(0, int(self.seq_lens[row]) - count + 1 + index)
                 results.append(attention(q[token], self.keys[row][:seen], self.values[row][:seen], scale))
                 token += 1
-        return np.array([out for out, _ in results]), np.array([lse for _, lse in results])
+        outs = np.array([out for out, _ in results]).reshape(q.shape)
+        return outs, np.array([lse for _, lse in results]).reshape(q.shape[:2])
 
 
 def make_problem(spec: KVSpec, lengths: list[int], device: str, seed: int = 0, spare_pages: int = 3) -> Problem:

@@ -203,7 +203,7 @@ def test_bad_calls_are_named(device: str) -> None:
         cache.append(step, 2, k, k)
     with pytest.raises(ValueError, match="layer must be 0 to 1, got -1"):
         cache.append(step, -1, k, k)
-    with pytest.raises(ValueError, match=r"slot_mapping must have shape \[1\], got \[2\]"):
+    with pytest.raises(ValueError, match="k and v must have a token for each of 2 slots, got 1 tokens"):
         cache.append(step, 0, k[:1], k[:1])
     with pytest.raises(ValueError, match="unknown sequence 5"):
         cache.free(5)

@@ -318,7 +318,7 @@ def test_wrap_refuses_what_does_not_fit(device: str) -> None:
         wrap(good.astype(np.float32))
     with pytest.raises(ValueError, match="contiguous last axis"):
         wrap(np.zeros((3, 2, 4, 2, 64), np.float16)[..., ::2])
-    with pytest.raises(ValueError, match=r"strides.page must be at least 1024 bytes, or rows overlap; got 0"):
+    with pytest.raises(ValueError, match=r"strides\.page must be at least \d+ bytes, or rows overlap; got 0"):
         wrap(np.broadcast_to(good[:1], good.shape))
     with pytest.raises(ValueError, match="at least one page"):
         wrap(good[:0])
@@ -412,7 +412,8 @@ def test_bad_arguments_are_named(device: str) -> None:
         (ValueError, r"k must have shape \[tokens, 2, 32\]", lambda: append(k[:, :1], k, pool, [0, 1, 2])),
         (ValueError, "v must have shape", lambda: append(k, k[0], pool, [0, 1, 2])),
         (TypeError, "k must be floating point", lambda: append(k.astype(int), k, pool, [0, 1, 2])),
-        (ValueError, r"slot_mapping must have shape \[3\]", lambda: append(k, k, pool, [0, 1])),
+        (ValueError, "a token for each of 2 slots, got 3", lambda: append(k, k, pool, [0, 1])),
+        (ValueError, "slot_mapping must have shape", lambda: append(k, k, pool, [[0, 1, 2]])),
         (TypeError, "slot_mapping must be whole", lambda: append(k, k, pool, [0.0, 1.0, 2.0])),
         (ValueError, "slots must be 0 to", lambda: gather(pool, [-1])),
     ]

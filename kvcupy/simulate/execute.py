@@ -1,0 +1,63 @@
+"""A machine that executes: a real cache on a device, timed by the clock on the wall."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from kvcupy.backends.base import STORAGE_DTYPES, Array
+from kvcupy.cache import KVCache
+from kvcupy.simulate.timing import FloatArray, IntArray
+
+
+class ExecutingMachine:
+    """Stores and attends for real, in every layer of a cache, with random K, V and q.
+
+    What is timed is the cache's part of a step: append, and decode of the newest token of each sequence. The
+    model's own work (projections, MLP, attention inside a prompt) is not there.
+    """
+
+    def __init__(self, cache: KVCache, num_q_heads: int, seed: int = 0) -> None:
+        self.cache = cache
+        self.num_pages = cache.pool.num_pages
+        self.page_size = cache.spec.page_size
+        self._num_q_heads = num_q_heads
+        self._rng = np.random.default_rng(seed)
+        self._block = self._random(1024, 2 * cache.spec.num_kv_heads)
+
+    @property
+    def free_pages(self) -> int:
+        return self.cache.free_pages
+
+    def add(self) -> int:
+        return self.cache.add()
+
+    def free(self, sequence: int, /) -> None:
+        self.cache.free(sequence)
+
+    def prefill(self, prompts: Mapping[int, int], /) -> float:
+        return self._step(prompts)
+
+    def decode(
+        self, sequences: Sequence[int], context_tokens: IntArray, max_steps: int, now_s: float, until_s: float, /
+    ) -> FloatArray:
+        return np.array([self._step(dict.fromkeys(sequences, 1))])
+
+    def _step(self, counts: Mapping[int, int]) -> float:
+        heads = self.cache.spec.num_kv_heads
+        rows = self._block[np.arange(sum(counts.values())) % len(self._block)]
+        q = self._random(len(counts), self._num_q_heads)
+        started = time.perf_counter()
+        step = self.cache.reserve(counts)
+        for layer in range(self.cache.spec.num_layers):
+            self.cache.append(step, layer, rows[:, :heads], rows[:, heads:])
+            self.cache.decode(step, layer, q)
+        self.cache.pool.backend.synchronize()
+        return time.perf_counter() - started
+
+    def _random(self, tokens: int, heads: int) -> Array:
+        spec = self.cache.spec
+        values = self._rng.standard_normal((tokens, heads, spec.head_dim), np.float32)
+        return self.cache.pool.backend.asarray(values.astype(STORAGE_DTYPES[spec.dtype]))

@@ -1,0 +1,230 @@
+"""The layout experiment: a ragged batch decoded for real, from contiguous and paged caches, padded and not.
+
+What is read must not fit in the cache of the machine, or the cache would be measured and not memory. So a step goes
+round many layer pools that together are far larger, none twice in a row.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from kvcupy.backends import get_backend
+from kvcupy.backends.base import STORAGE_DTYPES
+from kvcupy.cache import KVCache
+from kvcupy.errors import KVCupyError
+from kvcupy.simulate.fragmentation import churn
+from kvcupy.spec import KVSpec
+
+Progress = Callable[[str, int, int], None]
+"""Told (what is being done, how much of it is done, how much there is)."""
+
+MIN_WORKING_SET_BYTES = 1 << 30
+CACHE_MULTIPLE = 8
+"""The working set is at least this many times the last-level cache, and MIN_WORKING_SET_BYTES."""
+
+CHURN_REQUESTS = 2000
+
+READ_RETRIES = 3
+MAX_SHARE = 1.02
+"""A larger share of the read bandwidth is a fault of the measurement, not a result."""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way of laying out the cache: a row of the experiment's table."""
+
+    name: str
+    spec: KVSpec
+    contiguous: bool
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured and computed for one strategy."""
+
+    strategy: str
+    dtype: str
+    kv_bandwidth_bytes_per_s: float
+    """K and V read by decode (elements, not padding) over the time of append and decode."""
+    share_of_read_bandwidth: float
+    tokens_per_s: float
+    """Attention alone, all layers of the model: append and decode of one token per sequence."""
+    bytes_per_token: int
+    internal_fragmentation: float
+    padding_waste: float
+    external_fragmentation: float
+    peak_pages: int
+
+
+@dataclass(frozen=True)
+class ExperimentResult:
+    device: str
+    device_description: str
+    read_bandwidth_bytes_per_s: float
+    working_set_bytes: int
+    lengths: tuple[int, ...]
+    rows: tuple[Row, ...]
+
+
+def strategies(spec: KVSpec, padding: int | str, max_tokens: int) -> list[Strategy]:
+    """Contiguous and paged, each with rows as they are and with rows padded to `padding`."""
+    plain = replace(spec, row_align=1)
+    padded = replace(spec, row_align=padding)
+    return [
+        Strategy("contiguous", plain.contiguous(max_tokens), True),
+        Strategy("contiguous + padding", padded.contiguous(max_tokens), True),
+        Strategy("paged", plain, False),
+        Strategy("paged + padding", padded, False),
+    ]
+
+
+def run_experiment(
+    spec: KVSpec,
+    *,
+    num_q_heads: int,
+    batch: int = 8,
+    context: int = 2048,
+    steps: int = 3,
+    padding: int | str = "128-elements",
+    device: str = "auto",
+    seed: int = 0,
+    churn_slots: int = 32768,
+    progress: Progress = lambda what, done, total: None,
+) -> ExperimentResult:
+    """Measure decode from every strategy, and churn requests through its allocator.
+
+    spec: the model's cache; its row_align is replaced by each strategy's.
+    batch sequences of context/2 to context tokens (the seed decides) decode `steps` tokens each, through all
+    layers of the model. churn_slots is the size in token slots of the pool that the churn, not executed, fills.
+    Raises KVCupyError if more than the read bandwidth seems to be reached.
+    """
+    backend = get_backend(device)
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(max(1, context // 2), context + 1, batch)
+    lengths[rng.integers(batch)] = context
+    tokens = int(lengths.sum())
+    kv_bytes = tokens * spec.num_kv_heads * spec.head_dim * spec.itemsize * 2
+    wanted = max(MIN_WORKING_SET_BYTES, CACHE_MULTIPLE * backend.last_level_cache_bytes())
+    num_pools = max(2, -(-wanted // kv_bytes))
+
+    table = strategies(spec, padding, context + steps + 1)
+    seconds = []
+    read_bandwidth = 0.0
+    for number, strategy in enumerate(table):
+        progress("reading memory", number, len(table))
+        read_bandwidth = max(read_bandwidth, backend.read_bandwidth() or 0.0)
+        seconds.append(
+            _decode_seconds(
+                replace(strategy.spec, num_layers=num_pools),
+                spec.num_layers,
+                num_q_heads,
+                lengths,
+                steps,
+                device,
+                rng,
+                lambda done, total, name=strategy.name: progress(name, done, total),  # type: ignore[misc]
+            )
+        )
+    # Each step reads one token more per sequence than the last; the first was not timed.
+    tokens_read = sum(tokens + batch * (step + 2) for step in range(steps))
+    read_bytes = spec.num_layers * tokens_read * (kv_bytes // tokens)
+    fastest = read_bytes / min(seconds)
+    for _ in range(READ_RETRIES):  # the machine may have become faster since
+        if fastest > MAX_SHARE * read_bandwidth:
+            read_bandwidth = max(read_bandwidth, backend.read_bandwidth() or 0.0)
+    if fastest > MAX_SHARE * read_bandwidth:
+        raise KVCupyError(
+            f"decode seems to read {fastest / read_bandwidth:.2f} times what memory delivered to a plain sum: "
+            "the machine's speed changed during the run; repeat it when the machine is quiet"
+        )
+
+    rows = []
+    for number, (strategy, elapsed) in enumerate(zip(table, seconds, strict=True)):
+        progress("churn", number, len(table))
+        waste = churn(
+            "contiguous" if strategy.contiguous else "paged",
+            num_requests=CHURN_REQUESTS,
+            slots=churn_slots,
+            page_size=spec.page_size,
+            seed=seed,
+        )
+        rows.append(
+            Row(
+                strategy=strategy.name,
+                dtype=spec.dtype,
+                kv_bandwidth_bytes_per_s=read_bytes / elapsed,
+                share_of_read_bandwidth=read_bytes / elapsed / read_bandwidth,
+                tokens_per_s=batch * steps / elapsed,
+                bytes_per_token=strategy.spec.bytes_per_token,
+                internal_fragmentation=waste.internal_fragmentation,
+                padding_waste=strategy.spec.padding_waste,
+                external_fragmentation=waste.external_fragmentation,
+                peak_pages=waste.peak_pages,
+            )
+        )
+    return ExperimentResult(
+        device=backend.name,
+        device_description=backend.describe(),
+        read_bandwidth_bytes_per_s=read_bandwidth,
+        working_set_bytes=num_pools * kv_bytes,
+        lengths=tuple(map(int, lengths)),
+        rows=tuple(rows),
+    )
+
+
+def _decode_seconds(
+    pool_spec: KVSpec,
+    num_layers: int,
+    num_q_heads: int,
+    lengths: np.ndarray[Any, Any],
+    steps: int,
+    device: str,
+    rng: np.random.Generator,
+    progress: Callable[[int, int], None],
+) -> float:
+    """Seconds of `steps` decode steps, each num_layers times append and decode, round the pools of pool_spec."""
+    batch = len(lengths)
+    cache = KVCache(pool_spec, num_pages=sum(pool_spec.pages_for(int(n) + steps + 1) for n in lengths), device=device)
+    _scatter_free_pages(cache, rng)
+    chunk, dtype = 1024, STORAGE_DTYPES[pool_spec.dtype]
+    row = (pool_spec.num_kv_heads, pool_spec.head_dim)
+    k, v = (rng.standard_normal((max(chunk, batch), *row), np.float32).astype(dtype) for _ in range(2))
+    q = rng.standard_normal((batch, num_q_heads, pool_spec.head_dim), np.float32).astype(dtype)
+
+    sequences = [cache.add() for _ in lengths]
+    for number, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
+        progress(number, batch + steps + 1)
+        for start in range(0, length, chunk):
+            count = min(chunk, int(length) - start)
+            step = cache.reserve({sequence: count})
+            for layer in range(pool_spec.num_layers):
+                cache.append(step, layer, k[:count], v[:count])
+
+    seconds = 0.0
+    visits = 0
+    for number in range(steps + 1):
+        progress(batch + number, batch + steps + 1)
+        started = time.perf_counter()
+        step = cache.reserve(dict.fromkeys(sequences, 1))
+        for _ in range(num_layers):
+            layer = visits % pool_spec.num_layers
+            cache.append(step, layer, k[:batch], v[:batch])
+            cache.decode(step, layer, q)
+            visits += 1
+        cache.pool.backend.synchronize()
+        if number:  # the first step warms up: it may compile
+            seconds += time.perf_counter() - started
+    return seconds
+
+
+def _scatter_free_pages(cache: KVCache, rng: np.random.Generator) -> None:
+    """Leave the free list in random order, as in a long-lived server: in a new cache all pages are neighbours."""
+    owners = [cache.add() for _ in range(cache.free_pages)]
+    cache.reserve(dict.fromkeys(owners, 1))
+    for index in rng.permutation(len(owners)):
+        cache.free(owners[index])
