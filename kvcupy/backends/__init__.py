@@ -10,7 +10,11 @@ from kvcupy.errors import DeviceUnavailable
 
 __all__ = ["DEVICES", "Backend", "backend_of", "get_backend"]
 
-_MODULES = {"cpu": "kvcupy.backends.cpu"}
+_MODULES = {
+    "cpu": "kvcupy.backends.cpu",
+    "cuda": "kvcupy.backends.cuda",
+    "ptx": "kvcupy.backends.ptx.device",
+}
 
 DEVICES = ("auto", *_MODULES)
 """Names that `get_backend` takes."""
