@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcupy.backends import Backend, backend_of
+from kvcupy.backends import Backend, backend_of, get_backend
 from kvcupy.backends.base import STORAGE_DTYPES, Array
 from kvcupy.pool import LayerPool
 
@@ -155,14 +155,15 @@ def gather(pool: LayerPool, slots: Any, *, check: bool = True) -> tuple[Array, A
     return k, v
 
 
-def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Array, Array]:
+def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *, device: str | None = None) -> tuple[Array, Array]:
     """Attention over the union of two disjoint sets of tokens, from the results over each set.
 
     out_a, out_b: [..., head_dim] of one type; lse_a, lse_b: float32 [...], natural log.
     out = (e^a·out_a + e^b·out_b) / (e^a + e^b) and lse = ln(e^a + e^b); an empty set is (0, -inf).
+    device: where they lie; found out from the type of out_a if not given.
     Returns (out, lse), new arrays.
     """
-    backend = backend_of(out_a)
+    backend = backend_of(out_a) if device is None else get_backend(device)
     a, b = backend.asarray(out_a), backend.asarray(out_b)
     if a.dtype not in STORAGE_DTYPES.values() or a.dtype != b.dtype:
         raise TypeError(f"out_a and out_b must share one of {', '.join(STORAGE_DTYPES)}, got {a.dtype} and {b.dtype}")

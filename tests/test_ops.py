@@ -429,10 +429,10 @@ def test_bad_arguments_are_named(device: str) -> None:
 def test_bug_B09_merging_nothing(device: str) -> None:
     zero, value = np.zeros((1, 8), np.float32), np.arange(8, dtype=np.float32)[None]
     none, two = np.array([-np.inf], np.float32), np.array([2.0], np.float32)
-    out, lse = merge_states(zero, none, zero, none)
+    out, lse = merge_states(zero, none, zero, none, device=device)
     assert ((out == 0).all(), lse[0]) == (True, -np.inf)
     for arguments in ((zero, none, value, two), (value, two, zero, none)):
-        out, lse = merge_states(*arguments)
+        out, lse = merge_states(*arguments, device=device)
         np.testing.assert_array_equal(out, value)
         assert lse[0] == 2.0
 
@@ -448,7 +448,7 @@ def test_merging_two_halves_is_the_whole(device: str, dtype: str) -> None:
         pages = problem.page_table[row, length // 4 : -(-int(problem.seq_lens[row]) // 4)]
         rest[row, : len(pages)] = pages
     second = decode_attention(q, problem.pool, rest, problem.seq_lens - lengths, return_lse=True)
-    out, lse = merge_states(*first, *second)
+    out, lse = merge_states(*first, *second, device=device)
     expected_out, expected_lse = problem.expected(q)
     assert out.dtype == q.dtype
     assert_close(out, expected_out, dtype)

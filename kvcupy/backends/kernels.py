@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,11 @@ class Memory:
 
 
 class KernelBackend(Backend):
-    """A device that runs the CUDA kernels. Subclasses say how to launch one, on how many blocks, with what scratch."""
+    """A device that runs the CUDA kernels. Subclasses say how one is launched, on how many blocks, with what scratch."""
+
+    def on_device_of(self, array: Array) -> AbstractContextManager[Any]:
+        """Inside, launches and allocations go to the device that holds the array."""
+        return nullcontext()
 
     @abstractmethod
     def launch(self, variant: Variant, kernel: str, grid: tuple[int, int], block: int, *arguments: Any) -> None:
@@ -52,24 +57,18 @@ class KernelBackend(Backend):
         if tokens == 0:
             return
         row_bytes = spec.head_dim * spec.itemsize
-        sources = (self.address(k), *k.strides[:2], self.address(v), *v.strides[:2])
+        alignments = (self.address(k), *k.strides[:2], self.address(v), *v.strides[:2])
         variant = AppendVariant(
             page_size=spec.page_size,
             row_bytes=row_bytes,
             padding_bytes=layer.row_padding,
-            copy_bytes=widest(row_bytes, layer.row_padding, *_alignments(layer), *sources),
+            copy_bytes=widest(row_bytes, layer.row_padding, *_alignments(layer), *alignments),
         )
         pieces = spec.num_kv_heads * 2 * (row_bytes + layer.row_padding) // variant.copy_bytes
-        self.launch(
-            variant,
-            "append",
-            (tokens, 1),
-            _block(pieces),
-            *_layer_arguments(layer),
-            *(argument for rows in (k, v) for argument in (rows, *map(np.int64, rows.strides[:2]))),
-            slots,
-            np.int32(spec.num_kv_heads),
-        )
+        sources = (argument for rows in (k, v) for argument in (rows, *map(np.int64, rows.strides[:2])))
+        arguments = (*_layer_arguments(layer), *sources, slots, np.int32(spec.num_kv_heads))
+        with self.on_device_of(slots):
+            self.launch(variant, "append", (tokens, 1), _block(pieces), *arguments)
 
     def gather(self, layer: Layer, slots: Array, k: Array, v: Array) -> None:
         tokens, spec = k.shape[0], layer.spec
@@ -80,7 +79,8 @@ class KernelBackend(Backend):
         variant = GatherVariant(page_size=spec.page_size, row_bytes=row_bytes, copy_bytes=copy_bytes)
         pieces = spec.num_kv_heads * 2 * row_bytes // copy_bytes
         arguments = (*_layer_arguments(layer), slots, np.int32(spec.num_kv_heads), k, v)
-        self.launch(variant, "gather", (tokens, 1), _block(pieces), *arguments)
+        with self.on_device_of(slots):
+            self.launch(variant, "gather", (tokens, 1), _block(pieces), *arguments)
 
     def copy_pages(self, data: Array, sources: Array, destinations: Array) -> None:
         num_layers, num_pages, page_stride = data.shape
@@ -89,18 +89,10 @@ class KernelBackend(Backend):
         variant = CopyPagesVariant(copy_bytes=widest(self.address(data), page_stride))
         columns = page_stride // variant.copy_bytes
         block = _block(columns)
-        self.launch(
-            variant,
-            "copy_pages",
-            (-(-columns // block), num_layers),
-            block,
-            data,
-            np.int64(page_stride),
-            np.int32(num_pages),
-            sources,
-            destinations,
-            np.int32(sources.shape[0]),
-        )
+        sizes = np.int64(page_stride), np.int32(num_pages)
+        arguments = (data, *sizes, sources, destinations, np.int32(sources.shape[0]))
+        with self.on_device_of(data):
+            self.launch(variant, "copy_pages", (-(-columns // block), num_layers), block, *arguments)
 
     def decode_plan(self, layer: Layer, q: Array, batch: int) -> DecodePlan:
         """How `decode_attention` will be launched for q [query_tokens, num_q_heads, head_dim]."""
@@ -133,27 +125,27 @@ class KernelBackend(Backend):
         query_tokens, num_q_heads = q.shape[:2]
         if batch == 0 or query_tokens == 0:
             return
-        plan = self.decode_plan(layer, q, batch)
-        workspace = self.workspace(plan.workspace_bytes)
         num_kv_heads = layer.spec.num_kv_heads
-        self.launch(
-            plan.variant,
-            "decode_attention",
-            (plan.grid, 1),
-            plan.block,
-            *_layer_arguments(layer),
-            q,
-            page_table,
-            np.int32(max_pages),
-            seq_lens,
-            query_lens,
-            *map(np.int32, (batch, query_tokens, num_kv_heads, num_q_heads // num_kv_heads)),
-            np.float32(scale * math.log2(math.e)),
-            out,
-            lse,
-            workspace,
-        )
-        self.launch(plan.variant, "merge_partials", plan.merge_grid, plan.merge_block, out, lse, workspace)
+        sizes = map(np.int32, (batch, query_tokens, num_kv_heads, num_q_heads // num_kv_heads))
+        with self.on_device_of(q):
+            plan = self.decode_plan(layer, q, batch)
+            results = out, lse, self.workspace(plan.workspace_bytes)
+            self.launch(
+                plan.variant,
+                "decode_attention",
+                (plan.grid, 1),
+                plan.block,
+                *_layer_arguments(layer),
+                q,
+                page_table,
+                np.int32(max_pages),
+                seq_lens,
+                query_lens,
+                *sizes,
+                np.float32(scale * math.log2(math.e)),
+                *results,
+            )
+            self.launch(plan.variant, "merge_partials", plan.merge_grid, plan.merge_block, *results)
 
     def merge_states(self, out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, out: Array, lse: Array) -> None:
         rows, head_dim = out.shape
@@ -163,7 +155,8 @@ class KernelBackend(Backend):
         sizes = np.int64(rows), np.int32(head_dim)
         variant = MergeStatesVariant(t=_NAMES[out.dtype])
         arguments = (out_a, lse_a, out_b, lse_b, out, lse, *sizes)
-        self.launch(variant, "merge_states", (-(-rows // warps), 1), _BLOCK, *arguments)
+        with self.on_device_of(out):
+            self.launch(variant, "merge_states", (-(-rows // warps), 1), _BLOCK, *arguments)
 
 
 def _block(pieces: int) -> int:

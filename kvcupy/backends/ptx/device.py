@@ -36,14 +36,16 @@ class PtxBackend(KernelBackend):
 
     name = "ptx"
 
-    def __init__(self, arch: str = "compute_80", grid: int = 24, seed: int | None = None, checks: bool = True) -> None:
+    def __init__(
+        self, arch: str = "compute_80", grid: int = 24, seed: int | None = None, checks: bool = True
+    ) -> None:
         self.arch = arch
         self.grid = grid
         self.seed = seed
         self.checks = checks
         self._version = version()
         self._modules: dict[Variant, Module] = {}
-        self._workspace = Buffer.of(np.empty(0, np.uint8))
+        self._workspace: tuple[Array, Buffer] | None = None
         self._recorded: list[Report] | None = None
 
     @contextmanager
@@ -74,8 +76,8 @@ class PtxBackend(KernelBackend):
             else:
                 address, start, end, writable = _extent(argument)
                 values.append(address)
-                if start == self._workspace.address:
-                    buffers.append(self._workspace)
+                if self._workspace is not None and argument is self._workspace[0]:
+                    buffers.append(self._workspace[1])
                 else:
                     ranges.append((start, end, writable))
         report = launch(
@@ -96,7 +98,7 @@ class PtxBackend(KernelBackend):
     def workspace(self, nbytes: int) -> Array:
         """Marked as undefined: reading what this use of it has not written is a fault."""
         array = self.allocate(nbytes)
-        self._workspace = Buffer.of(array, defined=False, name="workspace")
+        self._workspace = array, Buffer.of(array, defined=False, name="workspace")
         return array
 
     # Memory
