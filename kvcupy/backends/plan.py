@@ -98,3 +98,8 @@ class DecodePlan:
         """Units of a sequence: KV heads times passes times chunks. rows: group · query tokens."""
         chunks = _ceil_div(max(length, 1), self.variant.chunk)
         return num_kv_heads * _ceil_div(rows, self.variant.rows) * chunks
+
+    def shares(self, total_units: int) -> list[int]:
+        """Units of each thread block."""
+        share = _ceil_div(total_units, self.grid)
+        return [max(0, min(share, total_units - block * share)) for block in range(self.grid)]

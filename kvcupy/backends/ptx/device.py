@@ -46,6 +46,7 @@ class PtxBackend(KernelBackend):
         self._version = version()
         self._modules: dict[Variant, Module] = {}
         self._workspace: tuple[Array, Buffer] | None = None
+        self._adopted: dict[int, Buffer] = {}
         self._recorded: list[Report] | None = None
 
     @contextmanager
@@ -57,6 +58,10 @@ class PtxBackend(KernelBackend):
         finally:
             self._recorded = before
 
+    def adopt(self, buffer: Buffer) -> None:
+        """Take `Memory` at this buffer's address to mean the buffer: a sparse one, or one with undefined bytes."""
+        self._adopted[buffer.address] = buffer
+
     def describe(self) -> str:
         return f"PTX interpreter, {self.arch}, NVRTC {self._version}"
 
@@ -65,30 +70,30 @@ class PtxBackend(KernelBackend):
     def launch(self, variant: Variant, kernel: str, grid: tuple[int, int], block: int, *arguments: Any) -> None:
         if variant not in self._modules:
             self._modules[variant] = Module.compile(variant.source(), self.arch)
+        program = self._modules[variant][kernel]
         values: list[int | float] = []
         buffers: list[Buffer] = []
         ranges: list[tuple[int, int, bool]] = []
-        for argument in arguments:
+        for parameter, argument in zip(program.program.kernel.params, arguments, strict=True):
+            width = argument.itemsize if isinstance(argument, np.generic) else 8
+            if width != parameter.nbytes:
+                raise TypeError(f"{parameter.name} must have {parameter.nbytes} bytes, got {argument!r}")
             if argument is None:
                 values.append(0)
             elif isinstance(argument, np.generic):
                 values.append(argument.item())
+            elif isinstance(argument, Memory) and argument.address in self._adopted:
+                values.append(argument.address)
+                buffers.append(self._adopted[argument.address])
+            elif self._workspace is not None and argument is self._workspace[0]:
+                values.append(self.address(argument))
+                buffers.append(self._workspace[1])
             else:
                 address, start, end, writable = _extent(argument)
                 values.append(address)
-                if self._workspace is not None and argument is self._workspace[0]:
-                    buffers.append(self._workspace[1])
-                else:
-                    ranges.append((start, end, writable))
-        report = launch(
-            self._modules[variant][kernel],
-            grid,
-            block,
-            values,
-            buffers=buffers + _disjoint(ranges),
-            seed=self.seed,
-            checks=self.checks,
-        )
+                ranges.append((start, end, writable))
+        buffers += _disjoint(ranges)
+        report = launch(program, grid, block, values, buffers=buffers, seed=self.seed, checks=self.checks)
         if self._recorded is not None:
             self._recorded.append(report)
 
