@@ -116,7 +116,7 @@ def decode_attention(
         result = target = backend.empty(queries.shape, queries.dtype)
     else:
         result = out
-        target = backend.asarray(out)
+        target = backend.in_place("out", out)
         if target.dtype == np.uint16 and bits:
             target = target.view(_BFLOAT16)
         if target.shape != queries.shape or target.dtype != queries.dtype:

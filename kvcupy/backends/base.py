@@ -62,6 +62,13 @@ class Backend(ABC):
     def asarray(self, array: Any) -> Array:
         """The array in this device's memory, without a copy where it is there already."""
 
+    def in_place(self, name: str, array: Any) -> Array:
+        """The array in this device's memory, never a copy: for what will be written. Raises TypeError."""
+        seen = self.asarray(array)
+        if isinstance(array, np.ndarray) and not isinstance(seen, np.ndarray):
+            raise TypeError(f"{name} must lie in the memory of device {self.name}, got a NumPy array")
+        return seen
+
     @abstractmethod
     def tonumpy(self, array: Array) -> np.ndarray[Any, Any]:
         """The array in host memory, without a copy where it is there already."""

@@ -30,7 +30,7 @@ class Memory:
 
 
 class KernelBackend(Backend):
-    """A device that runs the CUDA kernels. Subclasses launch them, and say on how many blocks and in what workspace."""
+    """A device that runs the CUDA kernels. Subclasses say how: launches, grids, workspace."""
 
     def on_device_of(self, array: Array) -> AbstractContextManager[Any]:
         """Inside, launches and allocations go to the device that holds the array."""
