@@ -1,1 +1,2 @@
-def main(): print("hi")
+def main():
+    print("hi")

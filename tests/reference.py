@@ -8,9 +8,7 @@ import numpy.typing as npt
 Float64 = npt.NDArray[np.float64]
 
 
-def attention(
-    q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike, scale: float
-) -> tuple[Float64, Float64]:
+def attention(q: npt.ArrayLike, k: npt.ArrayLike, v: npt.ArrayLike, scale: float) -> tuple[Float64, Float64]:
     """Softmax attention of one query token over one sequence.
 
     q: [heads, dim]. k, v: [tokens, kv_heads, dim]; q head h reads kv head h // (heads // kv_heads).
