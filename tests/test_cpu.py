@@ -327,9 +327,11 @@ def test_results_do_not_depend_on_the_number_of_threads(backend, monkeypatch):
 
 
 def _shares_one_by_one(kernels: Any) -> Any:
-    def decode(threads, layer, work, q, table, addresses, scores, sums, state, out, lse):
+    def decode(threads, element, layer, work, q, table, addresses, scores, sums, state, out, lse):
         for thread in range(threads):
-            kernels.decode_share(thread, threads, layer, work, q, table, addresses, scores, sums, state)
+            kernels.decode_share(
+                thread, threads, element, layer, work, q, table, addresses, scores, sums, state
+            )
         for thread in range(threads):
             kernels.merge_share(thread, threads, layer, work, sums, state, out, lse)
 
@@ -404,11 +406,19 @@ def _random_bits(rng: Any, shape: tuple[int, ...], dtype: str) -> Any:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("head_dim", "align"), [(1, 1), (20, 16), (80, "128-elements"), (128, 16), (100, 64)])
+@pytest.mark.parametrize(
+    ("head_dim", "align"), [(1, 1), (20, 16), (80, "128-elements"), (128, 16), (100, 64)]
+)
 def test_append_and_gather_move_every_bit(backend, layout, dtype, head_dim, align):
     rng = np.random.default_rng(40)
     spec = KVSpec(
-        num_layers=1, num_kv_heads=3, head_dim=head_dim, page_size=5, dtype=dtype, layout=layout, row_align=align
+        num_layers=1,
+        num_kv_heads=3,
+        head_dim=head_dim,
+        page_size=5,
+        dtype=dtype,
+        layout=layout,
+        row_align=align,
     )
     pool = Pool(backend, spec, 7)
     k, v = (_random_bits(rng, (20, 3, head_dim), dtype) for _ in range(2))

@@ -128,12 +128,13 @@ class CpuBackend(Backend):
             padded_dim = -(-head_dim // kernels.MAX_LANES) * kernels.MAX_LANES
             units = int(work.units[-1])
             shapes = ((threads, group, kernels.BLOCK), (units, group, padded_dim), (units, group, 2))
+            element = kernels.ELEMENTS[layer.spec.dtype]
             arguments = (_rows(layer), work, scaled, page_table, addresses, *self._scratch(*shapes))
             if threads == 1:
-                kernels.decode_share(0, 1, *arguments)
+                kernels.decode_share(0, 1, element, *arguments)
                 kernels.merge_share(0, 1, *arguments[:2], *arguments[6:], result, result_lse)
             else:
-                kernels.decode(threads, *arguments, result, result_lse)
+                kernels.decode(threads, element, *arguments, result, result_lse)
         if not direct:
             with np.errstate(over="ignore"):
                 out[...] = result
@@ -186,7 +187,9 @@ class CpuBackend(Backend):
 
     def last_level_cache_bytes(self) -> int:
         sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
-        return max((parse_bytes(path.read_text().strip() + "iB") for path in sizes), default=_DEFAULT_CACHE_BYTES)
+        return max(
+            (parse_bytes(path.read_text().strip() + "iB") for path in sizes), default=_DEFAULT_CACHE_BYTES
+        )
 
 
 def _threads() -> int:
@@ -209,7 +212,6 @@ def _rows(layer: Layer) -> kernels.Rows:
         spec.page_size,
         spec.num_kv_heads,
         spec.head_dim,
-        kernels.DTYPE_CODES[spec.dtype],
     )
 
 

@@ -27,19 +27,23 @@ from numba.extending import intrinsic
 
 SPLIT = 512  # tokens of a unit
 BLOCK = 64  # tokens between two rescalings of the accumulators
-PREFETCH_ROWS = 64
+PREFETCH_ROWS = 32
 MAX_LANES = 16  # floats; scores and accumulators are padded to a multiple
 LIST_TAIL = PREFETCH_ROWS + MAX_LANES  # addresses that may be read past the end of a list of rows
 NEG_INF = np.float32(-np.inf)
+SUM_STREAMS = 4
+SUM_WORDS = 64
+SUM_AHEAD_BYTES = 4096
 LN2 = np.float32(0.6931471805599453)
 
-DTYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2}
+# Numba knows neither 16-bit float: a value of one of these types tells a kernel what is stored.
+ELEMENTS = {"float32": np.float32(0), "float16": np.int16(0), "bfloat16": np.uint16(0)}
 
 # --- Tiles in LLVM IR -------------------------------------------------------------------------------------------
 
 I1, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 16, 32, 64))
 FLOAT = ir.FloatType()
-ELEMENTS = {0: FLOAT, 1: ir.HalfType(), 2: I16}
+STORED = {types.float32: FLOAT, types.int16: ir.HalfType(), types.uint16: I16}
 STRIP = 4  # vectors of an accumulator held in registers at once
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -53,7 +57,9 @@ def _jit(**options: Any) -> Callable[[F], F]:
 class _Emitter:
     """Writes one internal LLVM function on float32 vectors as wide as the target's registers."""
 
-    def __init__(self, context: Any, module: ir.Module, name: str, arguments: list[ir.Type], result: ir.Type) -> None:
+    def __init__(
+        self, context: Any, module: ir.Module, name: str, arguments: list[ir.Type], result: ir.Type
+    ) -> None:
         features = context.codegen().magic_tuple()[2]
         self.lanes = 16 if "+avx512bw" in features else 8
         self.has_half = "+f16c" in features or "86" not in module.triple
@@ -62,7 +68,9 @@ class _Emitter:
         self.function.linkage = "internal"
         self.builder = ir.IRBuilder(self.function.append_basic_block())
 
-    def loop(self, start: Any, stop: Any, step: int, carried: Values, body: Callable[[Any, Values], Values]) -> Values:
+    def loop(
+        self, start: Any, stop: Any, step: int, carried: Values, body: Callable[[Any, Values], Values]
+    ) -> Values:
         """for i in range(start, stop, step): carried = body(i, carried)"""
         b = self.builder
         before = b.block
@@ -73,7 +81,7 @@ class _Emitter:
         state = [b.phi(value.type) for value in carried]
         b.cbranch(b.icmp_signed("<", index, stop), inside, after)
         b.position_at_end(inside)
-        following = body(index, cast(Values, state))
+        following = body(index, list(state))
         index.add_incoming(start, before)
         index.add_incoming(b.add(index, I64(step)), b.block)
         for phi, first, later in zip(state, carried, following, strict=True):
@@ -117,13 +125,11 @@ class _Emitter:
         lanes = ir.Constant(ir.VectorType(I64, self.lanes), list(range(self.lanes)))
         return self.builder.icmp_signed("<", lanes, self.splat(count))
 
-    def elements(self, address: Any, dtype: int, mask: Any = None) -> Any:
+    def elements(self, address: Any, stored: ir.Type, mask: Any = None) -> Any:
         """A vector of stored elements as float32; lanes outside the mask are 0 and touch no memory."""
         b = self.builder
-        element = ELEMENTS[dtype]
-        if element == ir.HalfType() and not self.has_half:
-            element = I16
-        align = 4 if element == FLOAT else 2
+        element = I16 if stored == ir.HalfType() and not self.has_half else stored
+        align = 4 if stored == FLOAT else 2
         vector = ir.VectorType(element, self.lanes)
         if mask is None:
             loaded = self.load(address, vector, align)
@@ -132,14 +138,14 @@ class _Emitter:
             zero = ir.Constant(vector, [0] * self.lanes)
             suffix = f"v{self.lanes}{element.intrinsic_name}.p0"
             loaded = self.call(f"masked.load.{suffix}", vector, [pointer, I32(align), mask, zero])
-        if dtype == 0:
+        if stored == FLOAT:
             return loaded
-        if element != I16:
+        if element == ir.HalfType():
             return b.fpext(loaded, self.vector)
         bits = b.zext(loaded, ir.VectorType(I32, self.lanes))
-        if dtype == 2:
-            return b.bitcast(b.shl(bits, self.constant(16, I32)), self.vector)
-        return self.widened_half(bits)
+        if stored == ir.HalfType():
+            return self.widened_half(bits)
+        return b.bitcast(b.shl(bits, self.constant(16, I32)), self.vector)
 
     def widened_half(self, bits: Any) -> Any:
         """float16 bits as float32, by integer arithmetic, for targets without the instruction."""
@@ -157,8 +163,9 @@ class _Emitter:
         return self.call(f"fmuladd.v{self.lanes}f32", self.vector, [a, b, c])
 
     def prefetch(self, address: Any) -> None:
+        # Into the L2 cache: more lines may be on their way there than to the L1.
         pointer = self.pointer(address, ir.IntType(8))
-        self.call("prefetch.p0", ir.VoidType(), [pointer, I32(0), I32(3), I32(1)])
+        self.call("prefetch.p0", ir.VoidType(), [pointer, I32(0), I32(2), I32(1)])
 
     def lane_sums(self, vectors: Values) -> Any:
         """The sums over the lanes of each of `lanes` vectors, as one vector in the same order."""
@@ -208,12 +215,12 @@ EXP2_COEFFICIENTS = tuple(
 )
 
 
-def _emit_dot(context: Any, module: ir.Module, dtype: int, heads: int) -> ir.Function:
+def _emit_dot(context: Any, module: ir.Module, stored: ir.Type, heads: int) -> ir.Function:
     """scores[h][t] = q[h] . row[t] for some heads at once, in tiles of as many sums as a vector has lanes."""
-    e = _Emitter(context, module, f"dot_{dtype}_{heads}", [I64] * 7, ir.VoidType())
+    e = _Emitter(context, module, f"dot_{heads}", [I64] * 7, ir.VoidType())
     q, q_stride, rows, tokens, head_dim, scores, scores_stride = e.function.args
     b = e.builder
-    itemsize = 4 if dtype == 0 else 2
+    itemsize = 4 if stored == FLOAT else 2
     tile = e.lanes // heads
     full = b.and_(head_dim, I64(-e.lanes))
     rest = b.sub(head_dim, full)
@@ -225,11 +232,11 @@ def _emit_dot(context: Any, module: ir.Module, dtype: int, heads: int) -> ir.Fun
 
         def chunk(dim: Any, sums: Values, mask: Any = None) -> Values:
             offset = b.mul(dim, I64(itemsize))
-            keys = [e.elements(b.add(address, offset), dtype, mask) for address in addresses]
+            keys = [e.elements(b.add(address, offset), stored, mask) for address in addresses]
             result = []
             for h in range(heads):
                 head = e.step(b.add(q, b.mul(q_stride, I64(h))), dim, 4)
-                query = e.elements(head, 0, mask)
+                query = e.elements(head, FLOAT, mask)
                 result += [e.fma(query, key, sums[h * tile + i]) for i, key in enumerate(keys)]
             for address in later:
                 e.prefetch(b.add(address, offset))
@@ -249,12 +256,12 @@ def _emit_dot(context: Any, module: ir.Module, dtype: int, heads: int) -> ir.Fun
     return e.function
 
 
-def _emit_accumulate(context: Any, module: ir.Module, dtype: int, heads: int) -> ir.Function:
+def _emit_accumulate(context: Any, module: ir.Module, stored: ir.Type, heads: int) -> ir.Function:
     """sums[h] += weights[h][t] * row[t] over all tokens; a strip of sums stays in registers meanwhile."""
-    e = _Emitter(context, module, f"accumulate_{dtype}_{heads}", [I64] * 8, ir.VoidType())
+    e = _Emitter(context, module, f"accumulate_{heads}", [I64] * 8, ir.VoidType())
     weights, weights_stride, rows, kv_stride, tokens, head_dim, sums, sums_stride = e.function.args
     b = e.builder
-    itemsize = 4 if dtype == 0 else 2
+    itemsize = 4 if stored == FLOAT else 2
     full = b.and_(head_dim, I64(-e.lanes))
     strips = b.and_(head_dim, I64(-e.lanes * STRIP))
     mask = e.first_lanes(b.sub(head_dim, full))
@@ -271,7 +278,7 @@ def _emit_accumulate(context: Any, module: ir.Module, dtype: int, heads: int) ->
             row = b.add(e.load(e.step(rows, token, 8), I64, 8), offset)
             later = b.add(e.load(e.step(rows, b.add(token, I64(PREFETCH_ROWS)), 8), I64, 8), offset)
             nbytes = e.lanes * itemsize
-            values = [e.elements(b.add(row, I64(i * nbytes)), dtype, mask) for i in range(vectors)]
+            values = [e.elements(b.add(row, I64(i * nbytes)), stored, mask) for i in range(vectors)]
             result = []
             for h in range(heads):
                 weight = e.load(e.step(b.add(weights, b.mul(weights_stride, I64(h))), token, 4), FLOAT)
@@ -293,36 +300,59 @@ def _emit_accumulate(context: Any, module: ir.Module, dtype: int, heads: int) ->
     return e.function
 
 
-def _choose(context: Any, builder: Any, emit: Callable[..., ir.Function], dtype: Any, heads: Any, args: Values) -> None:
-    """Call the variant for this dtype and 4, 2 or 1 heads."""
+def _call_variant(
+    context: Any, builder: Any, emit: Callable[..., ir.Function], stored: ir.Type, args: Values
+) -> Any:
+    """Call the variant for args[0] = 1, 2 or 4 heads with the other arguments."""
     after = builder.append_basic_block()
-    cases = builder.switch(builder.add(builder.mul(dtype, I64(8)), heads), after)
-    for code in DTYPE_CODES.values():
-        for number in (1, 2, 4):
-            block = builder.append_basic_block()
-            cases.add_case(I64(code * 8 + number), block)
-            builder.position_at_end(block)
-            builder.call(emit(context, builder.module, code, number), args)
-            builder.branch(after)
+    variants = builder.switch(args[0], after)
+    for heads in (1, 2, 4):
+        block = builder.append_basic_block()
+        variants.add_case(I64(heads), block)
+        builder.position_at_end(block)
+        builder.call(emit(context, builder.module, stored, heads), args[1:])
+        builder.branch(after)
     builder.position_at_end(after)
+    return context.get_dummy_value()
 
 
 @intrinsic  # type: ignore[misc]
-def dot(typingctx: Any, dtype: Any, heads: Any, q: Any, q_stride: Any, rows: Any, tokens: Any, head_dim: Any, scores: Any, scores_stride: Any) -> Any:
+def dot(
+    typingctx: Any,
+    element: Any,
+    heads: Any,
+    q: Any,
+    q_stride: Any,
+    rows: Any,
+    tokens: Any,
+    head_dim: Any,
+    scores: Any,
+    scores_stride: Any,
+) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Values) -> Any:
-        _choose(context, builder, _emit_dot, args[0], args[1], args[2:])
-        return context.get_dummy_value()
+        return _call_variant(context, builder, _emit_dot, STORED[element], args[1:])
 
-    return types.void(*[types.int64] * 9), codegen
+    return types.void(element, *[types.int64] * 8), codegen
 
 
 @intrinsic  # type: ignore[misc]
-def accumulate(typingctx: Any, dtype: Any, heads: Any, weights: Any, weights_stride: Any, rows: Any, kv_stride: Any, tokens: Any, head_dim: Any, sums: Any, sums_stride: Any) -> Any:
+def accumulate(
+    typingctx: Any,
+    element: Any,
+    heads: Any,
+    weights: Any,
+    weights_stride: Any,
+    rows: Any,
+    kv_stride: Any,
+    tokens: Any,
+    head_dim: Any,
+    sums: Any,
+    sums_stride: Any,
+) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Values) -> Any:
-        _choose(context, builder, _emit_accumulate, args[0], args[1], args[2:])
-        return context.get_dummy_value()
+        return _call_variant(context, builder, _emit_accumulate, STORED[element], args[1:])
 
-    return types.void(*[types.int64] * 10), codegen
+    return types.void(element, *[types.int64] * 9), codegen
 
 
 def _emit_maximum(context: Any, module: ir.Module) -> ir.Function:
@@ -373,6 +403,41 @@ def exp2_sum(typingctx: Any, address: Any, count: Any, shift: Any) -> Any:
     return types.float32(types.int64, types.int64, types.float32), codegen
 
 
+def _emit_sum(context: Any, module: ir.Module) -> ir.Function:
+    """The sum of SUM_STREAMS streams of `count` int64, side by side in memory and read together.
+
+    One plain stream waits for memory: prefetch and several streams read this much faster.
+    """
+    e = _Emitter(context, module, "sum", [I64, I64], I64)
+    address, count = e.function.args
+    b = e.builder
+    lanes = e.lanes // 2
+    vector = ir.VectorType(I64, lanes)
+
+    def one_block(index: Any, sums: Values) -> Values:
+        for stream in range(SUM_STREAMS):
+            place = e.step(address, b.add(index, b.mul(count, I64(stream))), 8)
+            for line in range(0, SUM_WORDS * 8, 64):
+                e.prefetch(b.add(place, I64(SUM_AHEAD_BYTES + line)))
+            for i in range(SUM_WORDS // lanes):
+                value = e.load(b.add(place, I64(i * lanes * 8)), vector, 8)
+                sums[i % len(sums)] = b.add(sums[i % len(sums)], value)
+        return sums
+
+    final = e.loop(I64(0), count, SUM_WORDS, [ir.Constant(vector, [0] * lanes)] * 4, one_block)
+    total = b.add(b.add(final[0], final[1]), b.add(final[2], final[3]))
+    b.ret(e.call(f"vector.reduce.add.v{lanes}i64", I64, [total]))
+    return e.function
+
+
+@intrinsic  # type: ignore[misc]
+def sum_streams(typingctx: Any, address: Any, count: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Values) -> Any:
+        return builder.call(_emit_sum(context, builder.module), args)
+
+    return types.int64(types.int64, types.int64), codegen
+
+
 @intrinsic  # type: ignore[misc]
 def copy_bytes(typingctx: Any, destination: Any, source: Any, nbytes: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Values) -> Any:
@@ -409,7 +474,6 @@ class Rows(NamedTuple):
     page_size: int
     num_kv_heads: int
     head_dim: int
-    dtype: int
 
 
 class Work(NamedTuple):
@@ -447,7 +511,9 @@ def _list_rows(layer, pages, head, first, last, addresses, start):
         offset = token % layer.page_size
         run = min(layer.page_size - offset, last - token)
         if 0 <= page < layer.num_pages:
-            address = layer.data + page * layer.page_stride + head * layer.head_stride + offset * layer.token_stride
+            address = (
+                layer.data + page * layer.page_stride + head * layer.head_stride + offset * layer.token_stride
+            )
             for _ in range(run):
                 addresses[end] = address
                 address += layer.token_stride
@@ -457,7 +523,7 @@ def _list_rows(layer, pages, head, first, last, addresses, start):
 
 
 @_jit()
-def _attend(layer, q, addresses, count, scores, sums, state):
+def _attend(element, layer, q, addresses, count, scores, sums, state):
     """Attention of one kv head's q heads over `count` rows: weighted sums of V, and (maximum, total) of the weights."""
     group = len(q)
     q_stride = layer.head_dim * 4
@@ -472,7 +538,17 @@ def _attend(layer, q, addresses, count, scores, sums, state):
         while h < group:
             heads = 4 if group - h >= 4 else 2 if group - h >= 2 else 1
             weights = _address(scores) + h * BLOCK * 4
-            dot(layer.dtype, heads, _address(q) + h * q_stride, q_stride, rows, tokens, layer.head_dim, weights, BLOCK * 4)
+            dot(
+                element,
+                heads,
+                _address(q) + h * q_stride,
+                q_stride,
+                rows,
+                tokens,
+                layer.head_dim,
+                weights,
+                BLOCK * 4,
+            )
             for i in range(h, h + heads):
                 scores[i, tokens:padded] = NEG_INF
                 row = _address(scores) + i * BLOCK * 4
@@ -487,12 +563,23 @@ def _attend(layer, q, addresses, count, scores, sums, state):
                         sums[i, d] *= factor
                 state[i, 1] += exp2_sum(row, padded, shift)
             sums_stride = sums.shape[1] * 4
-            accumulate(layer.dtype, heads, weights, BLOCK * 4, rows, layer.kv_stride, tokens, layer.head_dim, _address(sums) + h * sums_stride, sums_stride)
+            accumulate(
+                element,
+                heads,
+                weights,
+                BLOCK * 4,
+                rows,
+                layer.kv_stride,
+                tokens,
+                layer.head_dim,
+                _address(sums) + h * sums_stride,
+                sums_stride,
+            )
             h += heads
 
 
 @_jit()
-def decode_share(thread, threads, layer, work, q, page_table, addresses, scores, sums, state):
+def decode_share(thread, threads, element, layer, work, q, page_table, addresses, scores, sums, state):
     """One thread's share of the units; unit u fills sums[u] and state[u]."""
     group = scores.shape[1]
     line = work.positions[-1]
@@ -500,7 +587,7 @@ def decode_share(thread, threads, layer, work, q, page_table, addresses, scores,
     stop = _unit_at(line * (thread + 1) // threads, work.units, work.positions, work.tokens)
     listed = addresses[thread]
     row = np.searchsorted(work.units, start, side="right") - 1
-    this_row = this_head = head = count = 0
+    this_row = this_head = head = count = np.int64(0)
     # A unit's rows are listed one unit ahead, behind those of the unit at work: prefetch runs on into them.
     for unit in range(start - 1, stop):
         end = count
@@ -516,7 +603,7 @@ def decode_share(thread, threads, layer, work, q, page_table, addresses, scores,
             listed[end : end + LIST_TAIL] = listed[end - 1]
         if unit >= start:
             heads = q[this_row, this_head * group : (this_head + 1) * group]
-            _attend(layer, heads, listed, count, scores[thread], sums[unit], state[unit])
+            _attend(element, layer, heads, listed, count, scores[thread], sums[unit], state[unit])
         for i in range(count, end):
             listed[i - count] = listed[i]
         count = end - count
@@ -555,11 +642,13 @@ def merge_share(thread, threads, layer, work, sums, state, out, lse):
 
 
 @_jit(parallel=True)
-def decode(threads, layer, work, q, page_table, addresses, scores, sums, state, out, lse):
+def decode(threads, element, layer, work, q, page_table, addresses, scores, sums, state, out, lse):
     for thread in prange(threads):
-        decode_share(thread, threads, layer, work, q, page_table, addresses, scores, sums, state)
+        decode_share(
+            np.int64(thread), threads, element, layer, work, q, page_table, addresses, scores, sums, state
+        )
     for thread in prange(threads):
-        merge_share(thread, threads, layer, work, sums, state, out, lse)
+        merge_share(np.int64(thread), threads, layer, work, sums, state, out, lse)
 
 
 # --- Moving rows ------------------------------------------------------------------------------------------------
@@ -603,13 +692,13 @@ def gather_share(thread, threads, layer, outputs, slots, row_bytes):
 @_jit(parallel=True)
 def append(threads, layer, inputs, slots, row_bytes, padding):
     for thread in prange(threads):
-        append_share(thread, threads, layer, inputs, slots, row_bytes, padding)
+        append_share(np.int64(thread), threads, layer, inputs, slots, row_bytes, padding)
 
 
 @_jit(parallel=True)
 def gather(threads, layer, outputs, slots, row_bytes):
     for thread in prange(threads):
-        gather_share(thread, threads, layer, outputs, slots, row_bytes)
+        gather_share(np.int64(thread), threads, layer, outputs, slots, row_bytes)
 
 
 # --- Reading memory ---------------------------------------------------------------------------------------------
@@ -617,10 +706,12 @@ def gather(threads, layer, outputs, slots, row_bytes):
 
 @_jit()
 def sum_share(thread, threads, words):
-    total = 0
-    for i in range(len(words) * thread // threads, len(words) * (thread + 1) // threads):
-        total += words[i]
-    return total
+    """The sum of one thread's share; a share is cut to whole blocks of SUM_STREAMS streams."""
+    block = SUM_STREAMS * SUM_WORDS
+    blocks = len(words) // block
+    first = blocks * thread // threads
+    count = blocks * (thread + 1) // threads - first
+    return sum_streams(_address(words) + first * block * 8, count * SUM_WORDS)
 
 
 @_jit(parallel=True)
@@ -633,5 +724,5 @@ def fill(threads, words):
 def sum_words(threads, words):
     total = 0
     for thread in prange(threads):
-        total += sum_share(thread, threads, words)
+        total += sum_share(np.int64(thread), threads, words)
     return total
