@@ -1,2 +1,1 @@
-def main():
-    print("hi")
+def main(): print("hi")

@@ -217,9 +217,7 @@ class PageAllocator:
             if len(set(pages)) != len(pages):
                 problems.append(f"sequence {sequence} owns a page twice")
             if not 0 <= self._room[sequence] < self.page_size or (self._room[sequence] and not pages):
-                problems.append(
-                    f"sequence {sequence} has {len(pages)} pages and room for {self._room[sequence]}"
-                )
+                problems.append(f"sequence {sequence} has {len(pages)} pages and room for {self._room[sequence]}")
         if problems:
             raise IntegrityError("; ".join(problems))
 

@@ -130,7 +130,7 @@ class Case:
         np.testing.assert_array_equal(self.pool.memory, before)
 
 
-# --- Decode -----------------------------------------------------------------------------------------------------
+# --- Decode ---
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -340,7 +340,7 @@ def _shares_one_by_one(kernels: Any) -> Any:
     return decode
 
 
-# --- Threads and processes --------------------------------------------------------------------------------------
+# --- Threads and processes ---
 
 
 def test_two_python_threads_decode_at_once(backend):
@@ -397,7 +397,7 @@ def test_import_is_lazy():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# --- Append and gather ------------------------------------------------------------------------------------------
+# --- Append and gather ---
 
 
 def _random_bits(rng: Any, shape: tuple[int, ...], dtype: str) -> Any:
@@ -486,7 +486,7 @@ def test_append_then_decode(backend):
     case.check()
 
 
-# --- Pages and states -------------------------------------------------------------------------------------------
+# --- Pages and states ---
 
 
 def test_copy_pages_in_order(backend):
@@ -529,7 +529,7 @@ def test_merge_with_an_empty_state_is_exact(backend):
         np.testing.assert_array_equal(lse, lse_values)
 
 
-# --- The device -------------------------------------------------------------------------------------------------
+# --- The device ---
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4097, 5 << 20])

@@ -31,7 +31,5 @@ def _load(device: str) -> Backend:
     try:
         backend: Backend = import_module(_MODULES[device]).create()
     except ImportError as error:
-        raise DeviceUnavailable(
-            f"device {device} needs the package {error.name}, which is not installed"
-        ) from None
+        raise DeviceUnavailable(f"device {device} needs the package {error.name}, which is not installed") from None
     return backend
