@@ -711,22 +711,22 @@ def decode(
 def append_share(
     thread: int, threads: int, layer: Rows, inputs: Array, slots: Array, row_bytes: int, padding: int
 ) -> None:
-    """Store the rows of one share of (K or V, head), token after token: the last of equal slots stays.
+    """Store one share of each token's rows, token after token: of two with the same slot the later stays.
 
     inputs: for K and for V the address and the byte strides of token and head.
     """
-    lanes = 2 * layer.num_kv_heads
-    for lane in range(lanes * thread // threads, lanes * (thread + 1) // threads):
-        head, kv = divmod(lane, 2)
-        source = inputs[kv, 0] + head * inputs[kv, 2]
-        base = layer.data + head * layer.head_stride + kv * layer.kv_stride
-        for token in range(len(slots)):
-            page, offset = divmod(slots[token], layer.page_size)
-            if 0 <= page < layer.num_pages:
-                row = base + page * layer.page_stride + offset * layer.token_stride
-                copy_bytes(row, source + token * inputs[kv, 1], row_bytes)
+    rows = 2 * layer.num_kv_heads
+    for token in range(len(slots)):
+        page, offset = divmod(slots[token], layer.page_size)
+        if 0 <= page < layer.num_pages:
+            base = layer.data + page * layer.page_stride + offset * layer.token_stride
+            for row in range(rows * thread // threads, rows * (thread + 1) // threads):
+                head, kv = row >> 1, row & 1
+                source = inputs[kv, 0] + token * inputs[kv, 1] + head * inputs[kv, 2]
+                destination = base + head * layer.head_stride + kv * layer.kv_stride
+                copy_bytes(destination, source, row_bytes)
                 if padding > 0:
-                    zero_bytes(row + row_bytes, padding)
+                    zero_bytes(destination + row_bytes, padding)
 
 
 @_jit()
