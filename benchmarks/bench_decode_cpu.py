@@ -1,4 +1,4 @@
-"""Decode attention on the cpu device: GB/s of K and V read, and its share of the read bandwidth of the same run.
+"""Decode attention on the cpu device: GB/s of K and V, and the share of the same run's read bandwidth.
 
 Rotates over layers of one pool that together are far larger than the last-level cache.
 """
@@ -17,9 +17,7 @@ from kvcupy.spec import LAYOUTS, KVSpec
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--q-heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
@@ -50,8 +48,7 @@ def main() -> None:
     for layer in pool:
         layer[:] = np.resize(tile, layer.size)
     layers = [
-        Layer(spec, num_pages, backend.address(data), spec.strides, spec.padding_bytes_per_row)
-        for data in pool
+        Layer(spec, num_pages, backend.address(data), spec.strides, spec.padding_bytes_per_row) for data in pool
     ]
     # Pages in random order, as after a long run of an allocator.
     page_table = rng.permutation(num_pages).astype(np.int32).reshape(args.batch, pages)

@@ -136,7 +136,7 @@ def run_experiment(
         if attempt == 0 or fastest > MAX_SHARE * read_bandwidth:
             read_bandwidth = max(read_bandwidth, backend.read_bandwidth() or 0.0)
     if fastest > MAX_SHARE * read_bandwidth:
-            read_bandwidth = max(read_bandwidth, backend.read_bandwidth() or 0.0)
+        read_bandwidth = max(read_bandwidth, backend.read_bandwidth() or 0.0)
     if fastest > MAX_SHARE * read_bandwidth:
         raise KVCupyError(
             f"decode seems to read {fastest / read_bandwidth:.2f} times what memory delivered to a plain sum: "
