@@ -209,7 +209,7 @@ def _decode_seconds(
                 cache.append(step, layer, k[:count], v[:count])
 
     cache.decode(cache.reserve(dict.fromkeys(sequences, 0)), pool_spec.num_layers - 1, q)  # may compile
-    visits = []
+    visits: list[float] = []
     for number in range(steps):
         progress(batch + number, batch + steps)
         step = cache.reserve(dict.fromkeys(sequences, 1))
