@@ -1,4 +1,4 @@
-"""Decode attention on the cpu device: GB/s of K and V read, and its share of the read bandwidth of the same run.
+"""Decode attention on the cpu device: GB/s of K and V, and the share of the same run's read bandwidth.
 
 Rotates over layers of one pool that together are far larger than the last-level cache.
 """

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -75,7 +76,7 @@ def print_experiment(result: ExperimentResult, title: str, spec: KVSpec) -> None
         f"{_bytes(result.working_set_bytes)}; memory reads at {_gb_per_s(result.read_bandwidth_bytes_per_s)} GB/s",
         markup=False,
     )
-    table = Table()
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("strategy")
     for column in ("KV\nGB/s", "of\nread", "tokens\n/s", "bytes\n/token", "pad\nwaste", "int.\nfrag.", "ext.\nfrag."):
         table.add_column(column, justify="right")
@@ -120,7 +121,7 @@ def _in_words(result: ExperimentResult, spec: KVSpec) -> str:
 
 def _compare(row: Row, other: Row) -> str:
     ratio = row.tokens_per_s / other.tokens_per_s - 1
-    if abs(ratio) < 0.03:
+    if abs(ratio) < 0.05:
         return f"run as fast ({ratio:+.1%} tokens/s) as"
     return f"run {abs(ratio):.0%} {'faster' if ratio > 0 else 'slower'} than"
 
@@ -190,7 +191,7 @@ def print_replay(report: ReplayReport) -> None:
     )
     for reason, count in report.trace.skipped.items():
         console.print(f"{count:,} rows skipped: {reason}", markup=False)
-    table = Table()
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     for name, _ in columns:
         table.add_column(name, justify="right")

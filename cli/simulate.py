@@ -62,7 +62,7 @@ def simulate(
             CACHE,
             "--memory",
             help=f"The KV pool. Default: {MODELLED_MEMORY} modelled, {EXECUTED_MEMORY} executed; for the "
-            "experiment's churn, 16 sequences of --context.",
+            "experiment's churn, 32 sequences of --context.",
             show_default=False,
         ),
     ] = None,
@@ -72,8 +72,8 @@ def simulate(
             EXPERIMENT, "--batch", help="Sequences at once: 8, at most 256 of a stream.", min=1, show_default=False
         ),
     ] = None,
-    context: Annotated[int, _option(EXPERIMENT, "--context", help="Tokens of the longest sequence.", min=1)] = 2048,
-    steps: Annotated[int, _option(EXPERIMENT, "--steps", help="Decode steps that are timed.", min=1)] = 3,
+    context: Annotated[int, _option(EXPERIMENT, "--context", help="Tokens of the longest sequence.", min=1)] = 1024,
+    steps: Annotated[int, _option(EXPERIMENT, "--steps", help="Decode steps that are timed.", min=1)] = 2,
     trace: Annotated[Path | None, _option(STREAM, "--trace", help="Replay recorded requests: a CSV file.")] = None,
     limit: Annotated[int | None, _option(STREAM, "--limit", help="Take the first N requests.", min=1)] = None,
     requests: Annotated[int | None, _option(STREAM, "--requests", help="Make N requests up.", min=1)] = None,
@@ -166,7 +166,7 @@ def _experiment(
 ) -> None:
     from kvcupy.simulate.experiment import run_experiment
 
-    churn_slots = 16 * context if memory is None else parse_bytes(memory) // spec.bytes_per_token
+    churn_slots = 32 * context if memory is None else parse_bytes(memory) // spec.bytes_per_token
     with report.progress(hidden=as_json) as progress:
         result = run_experiment(
             spec,

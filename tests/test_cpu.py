@@ -128,7 +128,7 @@ class Case:
         np.testing.assert_array_equal(self.pool.memory, before)
 
 
-# --- Decode -----------------------------------------------------------------------------------------------------
+# --- Decode ---
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -327,16 +327,16 @@ def test_results_do_not_depend_on_the_number_of_threads(backend, monkeypatch):
 
 
 def _shares_one_by_one(kernels: Any) -> Any:
-    def decode(threads, layer, work, q, table, addresses, scores, sums, state, out, lse):
+    def decode(threads, element, layer, work, q, table, addresses, scores, sums, state, out, lse):
         for thread in range(threads):
-            kernels.decode_share(thread, threads, layer, work, q, table, addresses, scores, sums, state)
+            kernels.decode_share(thread, threads, element, layer, work, q, table, addresses, scores, sums, state)
         for thread in range(threads):
             kernels.merge_share(thread, threads, layer, work, sums, state, out, lse)
 
     return decode
 
 
-# --- Threads and processes --------------------------------------------------------------------------------------
+# --- Threads and processes ---
 
 
 def test_two_python_threads_decode_at_once(backend):
@@ -393,7 +393,7 @@ def test_import_is_lazy():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# --- Append and gather ------------------------------------------------------------------------------------------
+# --- Append and gather ---
 
 
 def _random_bits(rng: Any, shape: tuple[int, ...], dtype: str) -> Any:
@@ -408,7 +408,13 @@ def _random_bits(rng: Any, shape: tuple[int, ...], dtype: str) -> Any:
 def test_append_and_gather_move_every_bit(backend, layout, dtype, head_dim, align):
     rng = np.random.default_rng(40)
     spec = KVSpec(
-        num_layers=1, num_kv_heads=3, head_dim=head_dim, page_size=5, dtype=dtype, layout=layout, row_align=align
+        num_layers=1,
+        num_kv_heads=3,
+        head_dim=head_dim,
+        page_size=5,
+        dtype=dtype,
+        layout=layout,
+        row_align=align,
     )
     pool = Pool(backend, spec, 7)
     k, v = (_random_bits(rng, (20, 3, head_dim), dtype) for _ in range(2))
@@ -474,7 +480,7 @@ def test_append_then_decode(backend):
     case.check()
 
 
-# --- Pages and states -------------------------------------------------------------------------------------------
+# --- Pages and states ---
 
 
 def test_copy_pages_in_order(backend):
@@ -517,7 +523,7 @@ def test_merge_with_an_empty_state_is_exact(backend):
         np.testing.assert_array_equal(lse, lse_values)
 
 
-# --- The device -------------------------------------------------------------------------------------------------
+# --- The device ---
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4097, 5 << 20])

@@ -50,7 +50,8 @@ class CpuBackend(Backend):
         self._workspace = np.empty(0, np.float32)
 
     def describe(self) -> str:
-        return f"{_cpu_model()}, {numba.config.NUMBA_NUM_THREADS} threads"
+        config: Any = numba.config
+        return f"{_cpu_model()}, {config.NUMBA_NUM_THREADS} threads"
 
     def allocate(self, nbytes: int) -> Array:
         """Anonymous pages, zero until written; huge ones where the system has them."""
@@ -82,23 +83,21 @@ class CpuBackend(Backend):
 
     def append(self, layer: Layer, k: Array, v: Array, slots: Array) -> None:
         row_bytes = layer.spec.head_dim * layer.spec.itemsize
-        arguments = (_rows(layer), _inputs(k, v), _int64(slots), row_bytes, layer.row_padding)
+        arguments = (
+            _rows(layer),
+            _inputs(k, v),
+            _as_kernels_take(slots, np.int64),
+            row_bytes,
+            layer.row_padding,
+        )
         with _lock:
-            threads = _threads() if k.size * layer.spec.itemsize > _SMALL_BYTES else 1
-            if threads == 1:
-                kernels.append_share(0, 1, *arguments)
-            else:
-                kernels.append(threads, *arguments)
+            _run(_threads_for(k), kernels.append, kernels.append_share, *arguments)
 
     def gather(self, layer: Layer, slots: Array, k: Array, v: Array) -> None:
         row_bytes = layer.spec.head_dim * layer.spec.itemsize
-        arguments = (_rows(layer), _inputs(k, v), _int64(slots), row_bytes)
+        arguments = (_rows(layer), _inputs(k, v), _as_kernels_take(slots, np.int64), row_bytes)
         with _lock:
-            threads = _threads() if k.size * layer.spec.itemsize > _SMALL_BYTES else 1
-            if threads == 1:
-                kernels.gather_share(0, 1, *arguments)
-            else:
-                kernels.gather(threads, *arguments)
+            _run(_threads_for(k), kernels.gather, kernels.gather_share, *arguments)
 
     def decode_attention(
         self,
@@ -113,13 +112,13 @@ class CpuBackend(Backend):
     ) -> None:
         rows, q_heads, head_dim = q.shape
         heads = layer.spec.num_kv_heads
-        page_table = np.ascontiguousarray(page_table, np.int32)
+        page_table = _as_kernels_take(page_table, np.int32)
         work = _work(page_table, seq_lens, query_lens, layer.spec.page_size, heads)
         # Scores in base 2: exp2 is cheaper than exp.
         scaled = np.ascontiguousarray(q, np.float32) * np.float32(scale * np.log2(np.e))
-        direct = out.dtype == np.float32 and out.flags.c_contiguous
+        direct = out.dtype == np.float32 and out.flags.carray
         result = out if direct else np.empty(q.shape, np.float32)
-        direct_lse = lse is not None and lse.flags.c_contiguous
+        direct_lse = lse is not None and lse.flags.carray
         result_lse = lse if direct_lse else np.empty((rows, q_heads), np.float32)
         group = q_heads // heads
         with _lock:
@@ -128,12 +127,13 @@ class CpuBackend(Backend):
             padded_dim = -(-head_dim // kernels.MAX_LANES) * kernels.MAX_LANES
             units = int(work.units[-1])
             shapes = ((threads, group, kernels.BLOCK), (units, group, padded_dim), (units, group, 2))
+            element = kernels.ELEMENTS[layer.spec.dtype]
             arguments = (_rows(layer), work, scaled, page_table, addresses, *self._scratch(*shapes))
             if threads == 1:
-                kernels.decode_share(0, 1, *arguments)
+                kernels.decode_share(0, 1, element, *arguments)
                 kernels.merge_share(0, 1, *arguments[:2], *arguments[6:], result, result_lse)
             else:
-                kernels.decode(threads, *arguments, result, result_lse)
+                kernels.decode(threads, element, *arguments, result, result_lse)
         if not direct:
             with np.errstate(over="ignore"):
                 out[...] = result
@@ -156,9 +156,7 @@ class CpuBackend(Backend):
             if source in pages and destination in pages:
                 data[:, destination] = data[:, source]
 
-    def merge_states(
-        self, out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, out: Array, lse: Array
-    ) -> None:
+    def merge_states(self, out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, out: Array, lse: Array) -> None:
         peak = np.maximum(lse_a, lse_b)
         shift = np.where(peak == -np.inf, np.float32(0), peak)
         weight_a, weight_b = np.exp(lse_a - shift), np.exp(lse_b - shift)
@@ -177,10 +175,11 @@ class CpuBackend(Backend):
         seconds = []
         with _lock:
             threads = _threads()
-            kernels.fill(threads, words)  # memory that was never written is one shared page of zeros
-            for _ in range(8):
+            # Memory that was never written would be one page of zeros, read from the cache.
+            _run(threads, kernels.fill, kernels.fill_share, words)
+            for _ in range(9):  # the first compiles
                 start = time.perf_counter()
-                kernels.sum_words(threads, words)
+                _run(threads, kernels.sum_words, kernels.sum_share, words)
                 seconds.append(time.perf_counter() - start)
         return float(words.nbytes / min(seconds))
 
@@ -193,8 +192,21 @@ def _threads() -> int:
     return 1 if _forked else int(numba.get_num_threads())
 
 
-def _int64(array: Any) -> Array:
-    return np.ascontiguousarray(array, np.int64)
+def _threads_for(k: Array) -> int:
+    return _threads() if k.nbytes > _SMALL_BYTES else 1
+
+
+def _run(threads: int, parallel: Any, share: Any, *arguments: Any) -> None:
+    """All shares of a kernel: in parallel, or as one share where that is one thread's work."""
+    if threads == 1:
+        share(0, 1, *arguments)
+    else:
+        parallel(threads, *arguments)
+
+
+def _as_kernels_take(array: Any, dtype: Any) -> Array:
+    # Numba would compile anew for an array that is read-only or not contiguous.
+    return np.require(array, dtype, ["C", "A", "W"])
 
 
 def _rows(layer: Layer) -> kernels.Rows:
@@ -209,7 +221,6 @@ def _rows(layer: Layer) -> kernels.Rows:
         spec.page_size,
         spec.num_kv_heads,
         spec.head_dim,
-        kernels.DTYPE_CODES[spec.dtype],
     )
 
 
@@ -220,10 +231,10 @@ def _inputs(k: Array, v: Array) -> Array:
 
 def _work(page_table: Array, seq_lens: Any, query_lens: Any, page_size: int, heads: int) -> kernels.Work:
     """Each query token as a row of its own: the sequence it reads, and how many tokens of it."""
-    tokens = np.clip(_int64(seq_lens), 0, page_table.shape[1] * page_size)
-    sequences = np.arange(len(tokens))
+    tokens = np.clip(_as_kernels_take(seq_lens, np.int64), 0, page_table.shape[1] * page_size)
+    sequences = np.arange(len(tokens), dtype=np.int64)
     if query_lens is not None:
-        counts = _int64(query_lens)
+        counts = _as_kernels_take(query_lens, np.int64)
         sequences = np.repeat(sequences, counts)
         ends = np.cumsum(counts)[sequences]
         tokens = np.maximum(tokens[sequences] - ends + 1 + np.arange(len(sequences)), 0)
