@@ -289,6 +289,8 @@ def store(assembler: Assembler, ins: Instruction) -> Step:
     destination, source = ins.operands[:2]
     items, kind = _vector(ins, source)
     space = _space(ins)
+    if space in ("param", "const"):
+        raise Unsupported
     element = width_of(kind) // 8
     kind = f"b{8 * element}"
     reads = [assembler.read(item, kind) for item in items]

@@ -293,6 +293,9 @@ def assemble(kernel: Kernel, symbols: dict[str, int]) -> Program:
     symbols.update(dict.fromkeys(kernel.dynamic_shared, shared_bytes))
     symbols.update({param.name: param.offset for param in kernel.params})
     assembler = Assembler(kernel, symbols)
+    for instruction in kernel.instructions:
+        if instruction.parts[0] == "call":  # named first: the instructions around it make no sense without it
+            raise UnknownInstruction(kernel.name, instruction.line, instruction.text)
     ops = []
     for assembler.position, instruction in enumerate(kernel.instructions):
         assembler.reads, assembler.writes = set(), set()

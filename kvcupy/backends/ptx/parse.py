@@ -352,7 +352,7 @@ class _Body:
             variable = _variable(text)
             if variable is not None:
                 self._kernel.variables.append(variable)
-            elif not text.startswith(".pragma"):
+            elif not text.startswith((".pragma", ".param")):  # parameters of calls, which are refused later
                 raise ValueError(f"PTX: unknown directive: {text}")
         else:
             self._instruction(text)
