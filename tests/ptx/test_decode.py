@@ -36,7 +36,8 @@ template <int N> __device__ void wait() {
 // One block per kv head, sequence and split; one warp per query head of the group; a lane has two dims.
 extern "C" __global__ void __launch_bounds__(128)
 decode(const __half* __restrict__ q, const __half* __restrict__ pool, const int* __restrict__ table,
-       const int* __restrict__ lens, float* parts, float2* states, int kv_heads, int max_pages, int splits, float scale) {
+       const int* __restrict__ lens, float* parts, float2* states, int kv_heads, int max_pages, int splits,
+       float scale) {
   __shared__ __align__(16) __half tiles[2][2][TILE][D];  // [stage][K or V][token][dim]
   const int h = blockIdx.x, b = blockIdx.y, s = blockIdx.z, t = threadIdx.x, lane = t & 31, g = t >> 5;
   const int len = lens[b];

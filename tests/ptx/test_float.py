@@ -195,7 +195,10 @@ def test_functions(apply, rng):
         np.testing.assert_allclose(got, function(values.astype(np.float64)), rtol=2**-22, atol=2**-22)
     edges = apply("ex2.approx.f32 %0, %1;", np.float32, np.array([-inf, inf, nan, 0, -200], np.float32))
     same(edges, [0, inf, nan, 1, 0])
-    same(apply("lg2.approx.f32 %0, %1;", np.float32, np.array([0, 1, -1, inf], np.float32)), [-inf, 0, nan, inf])
+    same(
+        apply("lg2.approx.f32 %0, %1;", np.float32, np.array([0, 1, -1, inf], np.float32)),
+        [-inf, 0, nan, inf],
+    )
 
 
 ORDERED = {
@@ -245,7 +248,8 @@ def test_set_gives_numbers(apply, rng):
 
 
 @pytest.mark.parametrize(
-    ("to", "source"), [("f16", "f32"), ("f16", "f64"), ("f32", "f64"), ("bf16", "f32"), ("f32", "f16"), ("f64", "f32")]
+    ("to", "source"),
+    [("f16", "f32"), ("f16", "f64"), ("f32", "f64"), ("bf16", "f32"), ("f32", "f16"), ("f64", "f32")],
 )
 def test_conversions_between_floats(apply, rng, to, source):
     a = floats(rng, source)
@@ -300,7 +304,8 @@ def test_floats_to_integers(apply, rng, to, source):
         np.testing.assert_array_equal(got, np.array(want, wide))
         if to == "s32":
             same(
-                execute(apply, f"cvt.{mode}.{source}.{source} %0, %1;", source, a), function(a.astype(np.float64))
+                execute(apply, f"cvt.{mode}.{source}.{source} %0, %1;", source, a),
+                function(a.astype(np.float64)),
             )
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+
 def numbers(rng, kind, count=400):
     """Random numbers of every magnitude, and the edges, of a type such as "s32"."""
     bits = int(kind[1:])
@@ -124,7 +125,13 @@ def test_funnel_shifts(apply, rng, mode):
         by,
     )
     check(
-        apply, f"shf.r.{mode}.b32 %0, %1, %2, %3;", np.uint32, lambda a, b, n: (b << 32 | a) >> amount(n), a, b, by
+        apply,
+        f"shf.r.{mode}.b32 %0, %1, %2, %3;",
+        np.uint32,
+        lambda a, b, n: (b << 32 | a) >> amount(n),
+        a,
+        b,
+        by,
     )
 
 
@@ -200,9 +207,7 @@ def test_dot_products(apply, rng):
         ]
 
     def dp4a(a, b, c, kinds):
-        return c + sum(
-            x * y for x, y in zip(parts(a, 8, kinds[0] == "s"), parts(b, 8, kinds[1] == "s"), strict=True)
-        )
+        return c + sum(x * y for x, y in zip(parts(a, 8, kinds[0] == "s"), parts(b, 8, kinds[1] == "s"), strict=True))
 
     for kinds in ("ss", "su", "us"):
         code = f"dp4a.{kinds[0]}32.{kinds[1]}32 %0, %1, %2, %3;"

@@ -98,14 +98,13 @@ def test_constants_globals_and_structs(run, rng):
     __device__ const float fixed[2] = {0.5f, 2.5f};
     extern "C" __global__ void k(double* y, Layout layout, unsigned char small, float f, double d, bool flag) {
       int t = threadIdx.x;
-      y[t] = layout.a + layout.b * 1e-3 + layout.c[t % 3] + layout.d + table[t % 5] + fixed[t & 1] + small + f + d + flag;
+      y[t] = layout.a + layout.b * 1e-3 + layout.c[t % 3] + layout.d + table[t % 5] + fixed[t & 1];
+      y[t] += small + f + d + flag;
       atomicAdd(&counter, 1u);
       __syncthreads();
       y[t] += counter;
     }"""
-    layout = np.zeros(
-        1, np.dtype([("a", "i4"), ("b", "i8"), ("c", "f4", 3), ("d", "i2")], align=True)
-    )
+    layout = np.zeros(1, np.dtype([("a", "i4"), ("b", "i8"), ("c", "f4", 3), ("d", "i2")], align=True))
     layout["a"], layout["b"], layout["c"], layout["d"] = -5, 2**40, [0.25, 0.5, 0.75], -7
     y = np.zeros(32)
     run(source, 1, 32, y, layout.tobytes(), 200, 0.125, 1e-9, True, undefined=(y,))
@@ -159,7 +158,8 @@ def test_atomics(run, rng, name, space):
 def test_atomics_of_other_types(run, rng):
     source = """
     #include <cuda_fp16.h>
-    extern "C" __global__ void k(float* f, unsigned long long* u, long long* m, double* d, __half2* h, int* s, const int* x) {
+    extern "C" __global__ void k(float* f, unsigned long long* u, long long* m, double* d, __half2* h, int* s,
+                                 const int* x) {
       int i = blockIdx.x * blockDim.x + threadIdx.x;
       atomicAdd(f, (float)x[i]);
       atomicAdd(u, (unsigned long long)x[i] << 30);
@@ -193,7 +193,8 @@ def test_asynchronous_copies(run, rng, nbytes, tail):
         int length = lengths[stage * 64 + t];
         const unsigned char* from = x + (stage * 64 + t) * {nbytes};
         if ({int(tail == ", %3")} && length == 0) from = x;
-        asm volatile("{{.reg .pred p; setp.eq.s32 p, %3, 0; cp.async.{"cg" if nbytes == 16 else "ca"}.shared.global [%0], [%1], %2{tail};}}"
+        asm volatile("{{.reg .pred p; setp.eq.s32 p, %3, 0; "
+          "cp.async.{"cg" if nbytes == 16 else "ca"}.shared.global [%0], [%1], %2{tail};}}"
           :: "r"(at), "l"(from), "n"({nbytes}), "r"(length) : "memory");
         asm volatile("cp.async.commit_group;" ::: "memory");
       }}

@@ -43,11 +43,14 @@ TYPES = {
 
 def mma_source(shape, kind, result, depth):
     per = TYPES[kind][1]
-    a_registers, b_registers, c_registers = depth // (2 * per), depth // (4 * per), 2 if result == "f16" else 4
+    a_registers, b_registers, c_registers = (
+        depth // (2 * per),
+        depth // (4 * per),
+        2 if result == "f16" else 4,
+    )
     numbers = iter(range(32))
     lists = [
-        "{" + ", ".join(f"%{next(numbers)}" for _ in range(n)) + "}"
-        for n in (c_registers, a_registers, b_registers)
+        "{" + ", ".join(f"%{next(numbers)}" for _ in range(n)) + "}" for n in (c_registers, a_registers, b_registers)
     ]
     inputs = [f'"r"(a[{n}])' for n in range(a_registers)] + [f'"r"(b[{n}])' for n in range(b_registers)]
     return f"""
@@ -102,7 +105,8 @@ def test_mma(run, rng, shape, kind, result):
         axis=-1,
     )
     fragments_b = np.stack(
-        [b[:, t * per + e + 4 * per * side, g] for side in range(depth // (4 * per)) for e in range(per)], axis=-1
+        [b[:, t * per + e + 4 * per * side, g] for side in range(depth // (4 * per)) for e in range(per)],
+        axis=-1,
     )
     fragments_c = np.stack([c[:, g + 8 * half, t * 2 + e] for half in range(2) for e in range(2)], axis=-1)
     arrays = [np.ascontiguousarray(each) for each in (fragments_a, fragments_b, fragments_c)]
@@ -118,7 +122,9 @@ def test_mma(run, rng, shape, kind, result):
 
 
 def test_mma_needs_a_whole_warp(run):
-    source = mma_source("m16n8k16", "f16", "f32", 16).replace("      asm volatile", "      if (t % 32 < 16) asm volatile")
+    source = mma_source("m16n8k16", "f16", "f32", 16).replace(
+        "      asm volatile", "      if (t % 32 < 16) asm volatile"
+    )
     arrays = [np.zeros((32, n), np.uint32) for n in (4, 4, 2, 4)]
     with pytest.raises(KernelFault, match="warp not complete"):
         run(source, 1, 32, *arrays)
@@ -134,7 +140,8 @@ def test_undefined_rows_stay_in_their_rows(run):
       __syncwarp();
       unsigned a0 = s[g][t], a1 = s[g + 8][t], a2 = s[g][t + 4], a3 = s[g + 8][t + 4], b = 0x3c003c00u;
       float c0 = 0, c1 = 0, c2 = 0, c3 = 0;
-      asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%8}, {%0,%1,%2,%3};"
+      asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%8}, {%0,%1,%2,%3};"
         : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b));
       if (g < rows) { d[g * 8 + t * 2] = c0; d[g * 8 + t * 2 + 1] = c1; }
       d[(g + 8) * 8 + t * 2] = c2; d[(g + 8) * 8 + t * 2 + 1] = c3;

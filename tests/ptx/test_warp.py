@@ -132,7 +132,9 @@ def test_a_block_that_is_no_whole_number_of_warps(run):
 
 
 def test_reducing_barriers(run):
-    body = "r = __syncthreads_count(i % 3 == 0) * 4 + (__syncthreads_and(i < 200) ? 2 : 0) + !!__syncthreads_or(i > 200);"
+    body = """
+      r = __syncthreads_count(i % 3 == 0) * 4 + (__syncthreads_and(i < 200) ? 2 : 0) + !!__syncthreads_or(i > 200);
+    """
     got = execute(run, body, grid=2)
     counts = np.array([sum(i % 3 == 0 for i in range(start, start + 128)) for start in (0, 128)])
     np.testing.assert_array_equal(got, np.repeat(counts * 4 + np.array([2, 1]), 128))
