@@ -54,3 +54,50 @@ def run() -> Run:
         return launch(modules[key]["k"], grid, block, values, shared, buffers=buffers, **options)
 
     return execute
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """Fresh numbers in every run; the seed is shown when a test fails."""
+    seed = int(np.random.SeedSequence().entropy) % 2**32
+    print(f"seed {seed}")
+    return np.random.default_rng(seed)
+
+
+_C_TYPES = {
+    "u2": ("unsigned short", "h"),
+    "i2": ("short", "h"),
+    "u4": ("unsigned", "r"),
+    "i4": ("int", "r"),
+    "u8": ("unsigned long long", "l"),
+    "i8": ("long long", "l"),
+    "f4": ("float", "f"),
+    "f8": ("double", "d"),
+}
+
+
+@pytest.fixture
+def apply(run: Run) -> Callable[..., Any]:
+    """apply("add.s32 %0, %1, %2;", np.int32, a, b): one PTX instruction on the elements of arrays.
+
+    16-bit floats travel as uint16 or, two to an element, as uint32.
+    """
+
+    def execute(code: str, result: Any, *arrays: Any, arch: str = "compute_80") -> Any:
+        out = np.zeros(len(arrays[0]), result)
+        types = [_C_TYPES[np.dtype(array.dtype).str[1:]] for array in (out, *arrays)]
+        names = "abcd"[: len(arrays)]
+        parameters = ", ".join(f"const {kind}* {name}" for (kind, _), name in zip(types[1:], names, strict=True))
+        inputs = ", ".join(f'"{letter}"({name}[i])' for (_, letter), name in zip(types[1:], names, strict=True))
+        source = f"""
+        extern "C" __global__ void k({types[0][0]}* out, {parameters}, int n) {{
+          int i = blockIdx.x * blockDim.x + threadIdx.x;
+          if (i >= n) return;
+          {types[0][0]} r;
+          asm volatile("{code}" : "={types[0][1]}"(r) : {inputs});
+          out[i] = r;
+        }}"""
+        run(source, -(-len(out) // 96), 96, out, *arrays, len(out), undefined=(out,), arch=arch)
+        return out
+
+    return execute

@@ -29,14 +29,13 @@ class Plant:
 
     @property
     def source(self) -> str:
-        lines = f"""#line 1 "planted.cu"
+        return f"""#line 1 "planted.cu"
 {self.head}
 extern "C" __global__ void k({self.arguments}) {{
   const int t = threadIdx.x, i = blockIdx.x * blockDim.x + t, lane = t & 31;
 {dedent(self.body).strip()}
 }}
 """
-        return lines
 
     @property
     def line(self) -> int:

@@ -53,7 +53,9 @@ def _global(chunk: Chunk, lanes: Lanes, addresses: Array, nbytes: int, kind: str
     try:
         found = chunk.launch.memory.find(addresses, nbytes)
     except OutOfBounds as error:
-        raise site.fault(chunk, int(lanes.ids[error.position]), "global out of bounds", f"{kind} of {error}") from None
+        raise site.fault(
+            chunk, int(lanes.ids[error.position]), "global out of bounds", f"{kind} of {error}"
+        ) from None
     _check_alignment(chunk, lanes, addresses, nbytes, site)
     places: list[Place] = []
     for buffer, chosen in found:
@@ -88,9 +90,9 @@ def _tell(chunk: Chunk, kind: str, conflict: Conflict, who: str) -> str:
 def _shared(chunk: Chunk, lanes: Lanes, addresses: Array, nbytes: int, kind: str, site: Site) -> list[Place]:
     outside = (addresses < 0) | (addresses > chunk.shared_bytes - nbytes)
     if outside.any():
-        at = int(outside.argmax())
-        detail = f"{kind} of {nbytes} bytes at {int(addresses[at])} of {chunk.shared_bytes} bytes"
-        raise site.fault(chunk, int(lanes.ids[at]), "shared out of bounds", detail)
+        first = int(outside.argmax())
+        detail = f"{kind} of {nbytes} bytes at {int(addresses[first])} of {chunk.shared_bytes} bytes"
+        raise site.fault(chunk, int(lanes.ids[first]), "shared out of bounds", detail)
     _check_alignment(chunk, lanes, addresses, nbytes, site)
     at = chunk.shared_start[lanes.index] + addresses
     _check_in_flight(chunk, lanes, at, nbytes, kind, site)
@@ -143,7 +145,7 @@ def _places(
         return [(space, place) for place in _SPACES[space](chunk, lanes, addresses, nbytes, kind, site)]
     if addresses.max() < SHARED_WINDOW:
         return _places(chunk, lanes, "global", addresses, nbytes, kind, site)
-    places = []
+    places: list[tuple[str, Place]] = []
     edges = (-(1 << 63), SHARED_WINDOW, LOCAL_WINDOW, 1 << 63)
     for name, low, high in zip(("global", "shared", "local"), edges, edges[1:], strict=False):
         inside = (addresses >= low) & (addresses <= high - 1)
@@ -185,9 +187,7 @@ def _read(
     return values, marks if marked else None
 
 
-def read_shared(
-    chunk: Chunk, lanes: Lanes, addresses: Array, nbytes: int, site: Site
-) -> tuple[Array, Array | None]:
+def read_shared(chunk: Chunk, lanes: Lanes, addresses: Array, nbytes: int, site: Site) -> tuple[Array, Array | None]:
     return _read(chunk, lanes, "shared", addresses, nbytes, site)
 
 
@@ -289,6 +289,8 @@ def store(assembler: Assembler, ins: Instruction) -> Step:
     destination, source = ins.operands[:2]
     items, kind = _vector(ins, source)
     space = _space(ins)
+    if space in ("param", "const"):
+        raise Unsupported
     element = width_of(kind) // 8
     kind = f"b{8 * element}"
     reads = [assembler.read(item, kind) for item in items]
@@ -335,7 +337,7 @@ def _atomic_function(ins: Instruction) -> tuple[str, Callable[..., Array]]:
     name = ins.one_of("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
     element = dtype_of(kind.removesuffix("x2"))
     floating = kind.lstrip("b")[0] == "f"
-    functions: dict[str, Callable[..., Array]] = {
+    functions: dict[str, Callable[..., Any]] = {
         "add": compute_add(element) if floating else np.add,
         "min": compute_extreme("min", element) if floating else np.minimum,
         "max": compute_extreme("max", element) if floating else np.maximum,
@@ -372,9 +374,7 @@ def atomic(assembler: Assembler, ins: Instruction) -> Step:
                 check_defined(chunk, lanes, read(chunk, lanes), ins, "in an atomic operation")
         old = np.empty(lanes.count, dtype)
         old_marks = np.zeros(lanes.count, bool)
-        for _, (storage, at, chosen) in _places(
-            chunk, lanes, space, addresses(chunk, lanes), nbytes, ATOMIC, site
-        ):
+        for _, (storage, at, chosen) in _places(chunk, lanes, space, addresses(chunk, lanes), nbytes, ATOMIC, site):
             which = np.arange(lanes.count) if chosen is None else chosen
             marks = storage.take_marks(at, nbytes) if chunk.checks else None
             if marks is not None:

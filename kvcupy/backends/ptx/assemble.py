@@ -108,7 +108,7 @@ class Assembler:
         if isinstance(operand, Reg):
             self.reads.add(operand.index)
             slot = self._slot(operand, dtype)
-            return lambda chunk, lanes: chunk.views[slot][lanes.index]  # type: ignore[no-any-return]
+            return lambda chunk, lanes: chunk.views[slot][lanes.index]
         if isinstance(operand, Not):
             plain = self.read(operand.predicate, kind)
             return lambda chunk, lanes: ~plain(chunk, lanes)
@@ -117,7 +117,7 @@ class Assembler:
                 counts = dtype
                 return lambda chunk, lanes: np.array([_clock(chunk)]).astype(counts)
             slot = self._slot(operand, dtype)
-            return lambda chunk, lanes: chunk.views[slot][lanes.index]  # type: ignore[no-any-return]
+            return lambda chunk, lanes: chunk.views[slot][lanes.index]
         constant = self._constant(operand, kind, dtype)
         return lambda chunk, lanes: constant
 
@@ -268,9 +268,7 @@ def any_marked(values: Sequence[Array], marks: Sequence[Array | None]) -> Array 
     return result
 
 
-def check_defined(
-    chunk: Chunk, lanes: Lanes, marks: Array | None, instruction: Instruction, use: str
-) -> None:
+def check_defined(chunk: Chunk, lanes: Lanes, marks: Array | None, instruction: Instruction, use: str) -> None:
     if marks is not None:
         marked = np.broadcast_to(marks != 0, lanes.count)
         if marked.any():
@@ -293,6 +291,9 @@ def assemble(kernel: Kernel, symbols: dict[str, int]) -> Program:
     symbols.update(dict.fromkeys(kernel.dynamic_shared, shared_bytes))
     symbols.update({param.name: param.offset for param in kernel.params})
     assembler = Assembler(kernel, symbols)
+    for instruction in kernel.instructions:
+        if instruction.parts[0] == "call":  # named first: the instructions around it make no sense without it
+            raise UnknownInstruction(kernel.name, instruction.line, instruction.text)
     ops = []
     for assembler.position, instruction in enumerate(kernel.instructions):
         assembler.reads, assembler.writes = set(), set()
@@ -361,5 +362,3 @@ def _unassigned(kernel: Kernel, ops: Sequence[Op]) -> list[Reg]:
 
 def _bits(indices: frozenset[int]) -> int:
     return sum(1 << index for index in indices)
-
-

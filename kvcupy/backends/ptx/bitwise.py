@@ -80,9 +80,7 @@ def logic3(ins: Instruction) -> Value:
         result: Any = np.zeros(1, np.uint32)
         for index in range(8):
             if entries >> index & 1:
-                result = result | (
-                    (x if index & 4 else ~x) & (y if index & 2 else ~y) & (z if index & 1 else ~z)
-                )
+                result = result | ((x if index & 4 else ~x) & (y if index & 2 else ~y) & (z if index & 1 else ~z))
         return result  # type: ignore[no-any-return]
 
     return Value([(d, "b32")], [(x, "b32"), (y, "b32"), (z, "b32")], compute, _flips(compute))
@@ -95,7 +93,7 @@ def shift(ins: Instruction) -> Value:
     bits = width_of(kind)
     left = ins.parts[0] == "shl"
 
-    def compute(x: Array, amount: Array) -> Array:
+    def compute(x: Array, amount: Array) -> Any:
         whole = amount >= bits
         by = np.where(whole, bits - 1, amount).astype(x.dtype)
         shifted = x << by if left else x >> by
@@ -110,7 +108,7 @@ def funnel_shift(ins: Instruction) -> Value:
     d, low, high, amount = ins.operands
     left, clamp = ins.has("l"), ins.has("clamp")
 
-    def compute(low: Array, high: Array, amount: Array) -> Array:
+    def compute(low: Array, high: Array, amount: Array) -> Any:
         by = (np.minimum(amount, 32) if clamp else amount & 31).astype(np.uint64)
         both = (high.astype(np.uint64) << np.uint64(32)) | low
         return ((both << by) >> np.uint64(32) if left else both >> by).astype(np.uint32)
@@ -145,9 +143,13 @@ def insert_field(ins: Instruction) -> Value:
     d, x, into, start, length = ins.operands
     bits = width_of(kind)
 
-    def compute(x: Array, into: Array, start: Array, length: Array) -> Array:
+    def compute(x: Array, into: Array, start: Array, length: Array) -> Any:
         start, length = start & 255, np.minimum(length & 255, bits)
-        ones = np.where(length >= 64, ~np.uint64(0), (np.uint64(1) << np.minimum(length, 63).astype(np.uint64)) - np.uint64(1))
+        ones = np.where(
+            length >= 64,
+            ~np.uint64(0),
+            (np.uint64(1) << np.minimum(length, 63).astype(np.uint64)) - np.uint64(1),
+        )
         by = np.minimum(start, 63).astype(np.uint64)
         mask = np.where(start < bits, ones << by, np.uint64(0)).astype(x.dtype)
         field = (x.astype(np.uint64) << by).astype(x.dtype)

@@ -6,7 +6,6 @@ count as exited from the start. `Lanes` is a set of lanes that execute one instr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from kvcupy.backends.ptx.checks import GlobalRaces, SharedRaces
 from kvcupy.backends.ptx.memory import Buffer, Bytes, GlobalMemory
 from kvcupy.backends.ptx.parse import Instruction
 from kvcupy.backends.ptx.report import Counts, KernelFault
-from kvcupy.backends.ptx.types import Array, storage_of
+from kvcupy.backends.ptx.types import Array, DType, storage_of
 
 if TYPE_CHECKING:
     from kvcupy.backends.ptx.assemble import Program
@@ -122,7 +121,7 @@ class Chunk:
     marks: for each register with undefined bits in some lane, a mask per lane. Absent means all defined.
     """
 
-    def __init__(self, launch: Launch, blocks: Sequence[int]) -> None:
+    def __init__(self, launch: Launch, blocks: Array) -> None:
         program = launch.program
         self.launch = launch
         self.checks = launch.checks
@@ -133,7 +132,7 @@ class Chunk:
         ids = np.arange(self.size)
         self.slot_of = ids // self.lanes_per_block
         self.thread_of = ids % self.lanes_per_block
-        self.block_of = np.asarray(blocks, np.int64)[self.slot_of]
+        self.block_of = blocks[self.slot_of]
         self.exists = self.thread_of < launch.threads
 
         self.shared_bytes = program.shared_bytes + launch.dynamic_shared_bytes
@@ -157,7 +156,7 @@ class Chunk:
                 whole = True if register.bits == 1 else (1 << register.bits) - 1
                 self.marks[register.index] = np.full(self.size, whole, storage)
 
-    def _view(self, source: tuple[int, int] | str, dtype: np.dtype) -> Array:  # type: ignore[type-arg]
+    def _view(self, source: tuple[int, int] | str, dtype: DType) -> Array:
         if isinstance(source, str):
             return self._special(source).astype(dtype)
         index, bits = source

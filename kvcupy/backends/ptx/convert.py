@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -78,7 +79,9 @@ def _float_to_float(ins: Instruction, to: str, source: str) -> _Convert:
     if ins.has("sat"):
         clamps.append(lambda x: np.where(x > 0, np.minimum(x, dtype.type(1)), dtype.type(0)))
     if ins.has("satfinite"):
-        largest = narrow(np.array([np.inf]), dtype, "rn") if dtype.itemsize > 4 else narrow(np.array([1e300]), dtype, "rz")
+        largest = (
+            narrow(np.array([np.inf]), dtype, "rn") if dtype.itemsize > 4 else narrow(np.array([1e300]), dtype, "rz")
+        )
         clamps.append(lambda x: np.where(np.isinf(x), np.copysign(largest, x), x))
     if not clamps:
         return convert
@@ -120,11 +123,11 @@ def _pack_floats(ins: Instruction, to: str, source: str) -> Value:
     d, high, low = ins.operands
     function = _float_to_float(ins, to[:-2], source)
 
-    def pack(high: Array, low: Array) -> Array:
+    def pack(high: Array, low: Array) -> Any:
         upper, lower = (function(value).view(np.uint16).astype(np.uint32) for value in (high, low))
         return (upper << np.uint32(16)) | lower
 
-    def marks(values: Sequence[Array], marks: Sequence[Array | None]) -> Array:
+    def marks(values: Sequence[Array], marks: Sequence[Array | None]) -> Any:
         halves = [np.zeros(1, np.uint32) if mark is None else (mark != 0) * np.uint32(0xFFFF) for mark in marks]
         return (halves[0] << np.uint32(16)) | halves[1]
 
@@ -138,7 +141,7 @@ def _pack(ins: Instruction) -> Value:
     bits, convert_one = width_of(to), _integer_to_integer(to, True)
     unsigned = np.dtype(f"u{bits // 8}")
 
-    def pack(a: Array, b: Array, *c: Array) -> Array:
+    def pack(a: Array, b: Array, *c: Array) -> Any:
         upper, lower = (convert_one(value).view(unsigned).astype(np.uint32) for value in (a, b))
         result = (upper << np.uint32(bits)) | lower
         return result | (c[0] << np.uint32(2 * bits)) if c else result

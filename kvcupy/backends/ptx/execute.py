@@ -5,7 +5,7 @@ since a branch joins again further down, that brings diverged lanes back togethe
 barrier until its block is there, and at a warp instruction until the lanes that its mask names are there.
 
 With a seed, blocks come in random order, and in each block one warp at a time runs, until it is stopped or, half of
-the time, for a random number of instructions. Checks do not depend on that order; results do, if a barrier is missing.
+the time, for a random number of instructions. Checks do not depend on that order, but a wrong result may.
 """
 
 from __future__ import annotations
@@ -322,7 +322,7 @@ class _Scheduler:
 
     def _check_barrier_left(self, gone: Lanes) -> None:
         """Lanes of one warp come to a barrier together, or not at all."""
-        waiting = self.in_barrier.reshape(-1, 32).any(axis=1)
+        waiting: Array = self.in_barrier.reshape(-1, 32).max(axis=1)
         bad = waiting[gone.ids >> 5]
         if bad.any():
             warp = int(gone.ids[bad.argmax()]) >> 5
@@ -425,7 +425,9 @@ class _Scheduler:
         outside = (members >> (lanes.ids & 31).astype(np.uint32) & np.uint32(1)) == 0
         if outside.any():
             lane = int(lanes.ids[outside.argmax()])
-            raise self.chunk.fault(op.instruction, lane, "wrong member mask", "the mask does not name the lane itself")
+            raise self.chunk.fault(
+                op.instruction, lane, "wrong member mask", "the mask does not name the lane itself"
+            )
 
     def _sync_waiting(self, op: Op, lanes: Lanes | None, at: int) -> bool:
         """Gather lanes with those that wait at the same place, and run the ones that are complete."""
@@ -455,7 +457,8 @@ class _Scheduler:
     def _retry_syncs(self) -> bool:
         """Lanes that others waited for may have exited."""
         places = np.unique(self.at[self.in_sync]).tolist()
-        return any([self._sync_waiting(self.ops[at], None, at) for at in places])
+        went = [self._sync_waiting(self.ops[at], None, at) for at in places]
+        return any(went)
 
     def _deadlock(self) -> Exception:
         """Nothing can go on any more."""

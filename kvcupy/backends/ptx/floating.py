@@ -124,7 +124,7 @@ def compute_extreme(which: str, dtype: DType, propagate_nan: bool = False) -> _F
     join: Any = np.bitwise_or if which == "min" else np.bitwise_and
     bits = np.dtype(f"u{dtype.itemsize}")
 
-    def extreme(x: Array, y: Array) -> Array:
+    def extreme(x: Array, y: Array) -> Any:
         if dtype.itemsize == 2:
             result = choose(x.astype(np.float32), y.astype(np.float32)).astype(dtype)
         else:
@@ -152,7 +152,7 @@ def _sign_bit(ins: Instruction) -> Value:
     sign = bits.type(1 << (bits.itemsize * 8 - 1))
     dtype = _element(kind)
 
-    def change(x: Array) -> Array:
+    def change(x: Array) -> Any:
         raw = x.view(bits)
         return (raw ^ sign if ins.parts[0] == "neg" else raw & ~sign).view(dtype)
 

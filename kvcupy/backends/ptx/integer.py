@@ -32,16 +32,14 @@ def remainder(x: Array, y: Array) -> Array:
     return np.where(zero, x, x - divide(x, np.where(zero, np.ones_like(y), y)) * y)
 
 
-def multiply_high(x: Array, y: Array) -> Array:
+def multiply_high(x: Array, y: Array) -> Any:
     """The upper half of the product."""
     bits = x.dtype.itemsize * 8
     if bits < 64:
         wide = np.dtype(f"{x.dtype.kind}{x.dtype.itemsize * 2}")
         return ((x.astype(wide) * y.astype(wide)) >> wide.type(bits)).astype(x.dtype)
     unsigned = [value.astype(np.uint64) for value in (x, y)]
-    (x0, x1), (y0, y1) = (
-        (value & np.uint64(0xFFFFFFFF), value >> np.uint64(32)) for value in unsigned
-    )
+    (x0, x1), (y0, y1) = ((value & np.uint64(0xFFFFFFFF), value >> np.uint64(32)) for value in unsigned)
     middle = x1 * y0 + (x0 * y0 >> np.uint64(32))
     carry = (middle & np.uint64(0xFFFFFFFF)) + x0 * y1
     high = x1 * y1 + (middle >> np.uint64(32)) + (carry >> np.uint64(32))
@@ -185,11 +183,11 @@ def dot(ins: Instruction) -> Value:
     def bytes_of(x: Array, kind: str, dtype: str) -> Array:
         return np.ascontiguousarray(x).view(f"{'i' if kind[0] == 's' else 'u'}{dtype}").reshape(len(x), -1)
 
-    def dp4a(x: Array, y: Array, z: Array) -> Array:
+    def dp4a(x: Array, y: Array, z: Array) -> Any:
         products = bytes_of(x, first, "1").astype(np.int32) * bytes_of(y, second, "1").astype(np.int32)
         return products.sum(axis=1, dtype=np.int64).astype(z.dtype) + z
 
-    def dp2a(x: Array, y: Array, z: Array) -> Array:
+    def dp2a(x: Array, y: Array, z: Array) -> Any:
         chosen = bytes_of(y, second, "1")[:, 2:] if ins.has("hi") else bytes_of(y, second, "1")[:, :2]
         products = bytes_of(x, first, "2").astype(np.int64) * chosen.astype(np.int64)
         return products.sum(axis=1).astype(z.dtype) + z

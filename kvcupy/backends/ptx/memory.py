@@ -50,7 +50,8 @@ class Bytes:
         return cls(data, marks)
 
     def take(self, at: Array, nbytes: int) -> Array:
-        return self._views[nbytes][at // nbytes]
+        values: Array = self._views[nbytes][at // nbytes]
+        return values
 
     def put(self, at: Array, values: Array) -> None:
         self._views[values.itemsize][at // values.itemsize] = values
@@ -85,7 +86,9 @@ class Buffer:
     stores them, and the marks last as long as this object.
     """
 
-    def __init__(self, address: int, nbytes: int, writable: bool = True, defined: bool = True, name: str = "") -> None:
+    def __init__(
+        self, address: int, nbytes: int, writable: bool = True, defined: bool = True, name: str = ""
+    ) -> None:
         self.address = address
         self.nbytes = nbytes
         self.writable = writable
@@ -95,7 +98,9 @@ class Buffer:
         self.storage = self._storage(address - self._skew, -(-(self._skew + nbytes) // 16) * 16, defined)
 
     def _storage(self, start: int, nbytes: int, defined: bool) -> Bytes:
-        data = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(start), np.uint8) if nbytes else np.zeros(0, np.uint8)
+        data = (
+            np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(start)) if nbytes else np.zeros(0, np.uint8)
+        )
         return Bytes(data, None if defined else np.full(nbytes, UNDEFINED, np.uint8))
 
     @classmethod
@@ -141,7 +146,8 @@ class SparseBuffer(Buffer):
         pages, which = np.unique(offsets // self.PAGE_BYTES, return_inverse=True)
         self._touch([page for page in pages.tolist() if page not in self._pages])
         starts = np.array([self._pages[page] for page in pages.tolist()], np.int64)
-        return starts[which] * self.PAGE_BYTES + offsets % self.PAGE_BYTES
+        at: Array = starts[which] * self.PAGE_BYTES + offsets % self.PAGE_BYTES
+        return at
 
     def _touch(self, pages: Sequence[int]) -> None:
         if not pages:

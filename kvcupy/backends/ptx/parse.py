@@ -183,7 +183,18 @@ _NUMBER = re.compile(r"-?(?:0[xX][0-9a-fA-F]+|\d+)U?$")
 _HEADERS = re.compile(r"(?:^|/)(?:cuda\w*|crt/\w+|device_\w+|sm_\d+_\w+|vector_\w+)\.(?:h|hpp)$")
 _SPECIALS = frozenset(
     [f"%{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"]
-    + ["%laneid", "%warpid", "%nwarpid", "%smid", "%nsmid", "%gridid", "%clock", "%clock64", "%clock_hi", "WARP_SZ"]
+    + [
+        "%laneid",
+        "%warpid",
+        "%nwarpid",
+        "%smid",
+        "%nsmid",
+        "%gridid",
+        "%clock",
+        "%clock64",
+        "%clock_hi",
+        "WARP_SZ",
+    ]
     + [f"%lanemask_{order}" for order in ("eq", "lt", "le", "gt", "ge")]
     + ["%dynamic_smem_size", "%total_smem_size", "%globaltimer"]
 )
@@ -352,7 +363,7 @@ class _Body:
             variable = _variable(text)
             if variable is not None:
                 self._kernel.variables.append(variable)
-            elif not text.startswith(".pragma"):
+            elif not text.startswith((".pragma", ".param")):  # parameters of calls, which are refused later
                 raise ValueError(f"PTX: unknown directive: {text}")
         else:
             self._instruction(text)
@@ -405,8 +416,8 @@ class _Body:
             assert predicate is not None, text
             return Not(predicate)
         if "|" in text:
-            value, predicate = text.split("|")
-            return Pair(self._operand(value), self._operand(predicate))
+            first, second = text.split("|")
+            return Pair(self._operand(first), self._operand(second))
         if text in _SPECIALS:
             return Special(text)
         if text[:2] in ("0f", "0F", "0d", "0D"):

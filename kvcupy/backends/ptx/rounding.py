@@ -74,7 +74,9 @@ def narrow(x: Array, dtype: DType, mode: str = "rn") -> Array:
         single = x.astype(np.float32)
         error = x - single
         odd = np.isfinite(single) & (error != 0) & (single.view(np.uint32) & np.uint32(1) == 0)
-        single = np.where(odd, np.nextafter(single, np.copysign(np.float32(np.inf), error.astype(np.float32))), single)
+        single = np.where(
+            odd, np.nextafter(single, np.copysign(np.float32(np.inf), error.astype(np.float32))), single
+        )
         nearest = single.astype(dtype)
     else:
         nearest = x.astype(dtype)
@@ -82,15 +84,12 @@ def narrow(x: Array, dtype: DType, mode: str = "rn") -> Array:
         return nearest
     wide = nearest.astype(np.float64)
     finite = np.isfinite(x)
-    if mode == "rz":
-        wrong = finite & (np.abs(wide) > np.abs(x))
-    else:
-        wrong = finite & ((wide > x) if mode == "rm" else (wide < x))
-    # Next to a float in memory order is the one with the next magnitude.
+    # Next to a float in the order of its bits is the one with the next magnitude.
     bits = nearest.view(np.uint16 if dtype.itemsize == 2 else np.uint32)
     if mode == "rz":
-        outwards = np.zeros(len(x), bool)
+        wrong, outwards = finite & (np.abs(wide) > np.abs(x)), np.zeros(len(x), bool)
     else:
+        wrong = finite & ((wide > x) if mode == "rm" else (wide < x))
         outwards = np.signbit(x) == (mode == "rm")
     smallest = (bits << bits.dtype.type(1)) == 0
     one = bits.dtype.type(1)

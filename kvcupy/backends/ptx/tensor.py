@@ -8,6 +8,7 @@ four values of C and D are rows g and g + 8, columns 2t and 2t + 1 (PTX ISA, "Ma
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +38,7 @@ def load_matrix(assembler: Assembler, ins: Instruction) -> Step:
     site = Site(assembler, ins)
     count = len(registers)
 
-    def spread(rows: Array) -> Array:
+    def spread(rows: Array) -> Any:
         """uint32 [matrix, lane of chunk] from uint128 rows."""
         elements = rows.view(np.uint16).reshape(-1, count, 8, 8)
         if transposed:
@@ -157,17 +158,17 @@ def multiply(assembler: Assembler, ins: Instruction) -> Step:
 
     def carry(chunk: Chunk, lanes: Lanes) -> None:
         """An element of D is undefined if anything in its row of A, its column of B, or C is."""
-        marked = np.zeros((lanes.warps, 16, 8))
+        marked: Array = np.zeros((lanes.warps, 16, 8))
         rows, columns, added = (fragment.marked(chunk, lanes) for fragment in (a, b, c))
         if rows is not None:
-            marked += _matrix_a(rows).any(axis=2)[:, :, None]
+            marked += _matrix_a(rows).max(axis=2)[:, :, None]
         if columns is not None:
-            marked += _matrix_b(columns).any(axis=1)[:, None, :]
+            marked += _matrix_b(columns).max(axis=1)[:, None, :]
         if added is not None:
             marked += _matrix_c(added)
         parts = _fragment_c(marked, c.per_register) if marked.any() else [None] * len(write_marks)
         for write, part in zip(write_marks, parts, strict=True):
-            write(chunk, lanes, None if part is None else part.any(axis=1))
+            write(chunk, lanes, None if part is None else part.max(axis=1) > 0)
 
     return step
 

@@ -77,9 +77,7 @@ def shuffle(assembler: Assembler, ins: Instruction) -> Step:
     return step
 
 
-def _check_source(
-    chunk: Chunk, lanes: Lanes, own: Array, target: Array, members: Array, ins: Instruction
-) -> None:
+def _check_source(chunk: Chunk, lanes: Lanes, own: Array, target: Array, members: Array, ins: Instruction) -> None:
     present = bits_per_warp(chunk, lanes, True)[lanes.ids >> 5] & members
     absent = (present >> target.astype(np.uint32) & np.uint32(1)) == 0
     if absent.any():
