@@ -32,9 +32,9 @@ def get_backend(device: str = "auto") -> Backend:
     if device not in DEVICES:
         raise ValueError(f"device must be one of {', '.join(DEVICES)}, got {device!r}")
     if device != "auto":
-        return _load(device)
+        return _load(device).on()
     try:
-        return _load("cuda")
+        return _load("cuda").on()
     except DeviceUnavailable:
         return _load("cpu")
 
@@ -43,10 +43,10 @@ def backend_of(array: object) -> Backend:
     """The backend in whose memory an array lies: "cuda", or "cpu" for host memory, which "ptx" shares."""
     if isinstance(array, np.ndarray):
         return _load("cpu")
-    device_type = array.__dlpack_device__()[0] if hasattr(array, "__dlpack_device__") else None
-    if device_type in _DLPACK_GPU or (device_type is None and hasattr(array, "__cuda_array_interface__")):
-        return _load("cuda")
-    return _load("cpu")
+    if hasattr(array, "__dlpack_device__"):
+        kind, number = array.__dlpack_device__()
+        return _load("cuda").on(int(number)) if kind in _DLPACK_GPU else _load("cpu")
+    return _load("cuda").on() if hasattr(array, "__cuda_array_interface__") else _load("cpu")
 
 
 @cache

@@ -7,6 +7,7 @@ and slots it is given: a length is clamped to its table row, a page id or slot o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,18 @@ class Backend(ABC):
     """
 
     name: str
+
+    def on(self, number: int | None = None) -> Backend:
+        """The backend of one of several like devices, by number; None: the caller's current one."""
+        return self
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Inside, this device is the current one of its array library, whichever was before."""
+        return nullcontext()
+
+    def capturing(self) -> bool:
+        """Whether launches are being captured into a graph instead of run."""
+        return False
 
     @abstractmethod
     def describe(self) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,10 +30,6 @@ class Memory:
 
 class KernelBackend(Backend):
     """A device that runs the CUDA kernels. Subclasses say how: launches, grids, workspace."""
-
-    def on_device_of(self, array: Array) -> AbstractContextManager[Any]:
-        """Inside, launches and allocations go to the device that holds the array."""
-        return nullcontext()
 
     @abstractmethod
     def launch(self, variant: Variant, kernel: str, grid: tuple[int, int], block: int, *arguments: Any) -> None:
@@ -67,8 +62,7 @@ class KernelBackend(Backend):
         pieces = spec.num_kv_heads * 2 * (row_bytes + layer.row_padding) // variant.copy_bytes
         sources = (argument for rows in (k, v) for argument in (rows, *map(np.int64, rows.strides[:2])))
         arguments = (*_layer_arguments(layer), *sources, slots, np.int32(spec.num_kv_heads))
-        with self.on_device_of(slots):
-            self.launch(variant, "append", (tokens, 1), _block(pieces), *arguments)
+        self.launch(variant, "append", (tokens, 1), _block(pieces), *arguments)
 
     def gather(self, layer: Layer, slots: Array, k: Array, v: Array) -> None:
         tokens, spec = k.shape[0], layer.spec
@@ -79,8 +73,7 @@ class KernelBackend(Backend):
         variant = GatherVariant(page_size=spec.page_size, row_bytes=row_bytes, copy_bytes=copy_bytes)
         pieces = spec.num_kv_heads * 2 * row_bytes // copy_bytes
         arguments = (*_layer_arguments(layer), slots, np.int32(spec.num_kv_heads), k, v)
-        with self.on_device_of(slots):
-            self.launch(variant, "gather", (tokens, 1), _block(pieces), *arguments)
+        self.launch(variant, "gather", (tokens, 1), _block(pieces), *arguments)
 
     def copy_pages(self, data: Array, sources: Array, destinations: Array) -> None:
         num_layers, num_pages, page_stride = data.shape
@@ -91,8 +84,7 @@ class KernelBackend(Backend):
         block = _block(columns)
         sizes = np.int64(page_stride), np.int32(num_pages)
         arguments = (data, *sizes, sources, destinations, np.int32(sources.shape[0]))
-        with self.on_device_of(data):
-            self.launch(variant, "copy_pages", (-(-columns // block), num_layers), block, *arguments)
+        self.launch(variant, "copy_pages", (-(-columns // block), num_layers), block, *arguments)
 
     def decode_plan(self, layer: Layer, q: Array, batch: int) -> DecodePlan:
         """How `decode_attention` will be launched for q [query_tokens, num_q_heads, head_dim]."""
@@ -127,25 +119,24 @@ class KernelBackend(Backend):
             return
         num_kv_heads = layer.spec.num_kv_heads
         sizes = map(np.int32, (batch, query_tokens, num_kv_heads, num_q_heads // num_kv_heads))
-        with self.on_device_of(q):
-            plan = self.decode_plan(layer, q, batch)
-            results = out, lse, self.workspace(plan.workspace_bytes)
-            self.launch(
-                plan.variant,
-                "decode_attention",
-                (plan.grid, 1),
-                plan.block,
-                *_layer_arguments(layer),
-                q,
-                page_table,
-                np.int32(max_pages),
-                seq_lens,
-                query_lens,
-                *sizes,
-                np.float32(scale * math.log2(math.e)),
-                *results,
-            )
-            self.launch(plan.variant, "merge_partials", plan.merge_grid, plan.merge_block, *results)
+        plan = self.decode_plan(layer, q, batch)
+        results = out, lse, self.workspace(plan.workspace_bytes)
+        self.launch(
+            plan.variant,
+            "decode_attention",
+            (plan.grid, 1),
+            plan.block,
+            *_layer_arguments(layer),
+            q,
+            page_table,
+            np.int32(max_pages),
+            seq_lens,
+            query_lens,
+            *sizes,
+            np.float32(scale * math.log2(math.e)),
+            *results,
+        )
+        self.launch(plan.variant, "merge_partials", plan.merge_grid, plan.merge_block, *results)
 
     def merge_states(self, out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, out: Array, lse: Array) -> None:
         rows, head_dim = out.shape
@@ -155,8 +146,7 @@ class KernelBackend(Backend):
         sizes = np.int64(rows), np.int32(head_dim)
         variant = MergeStatesVariant(t=_NAMES[out.dtype])
         arguments = (out_a, lse_a, out_b, lse_b, out, lse, *sizes)
-        with self.on_device_of(out):
-            self.launch(variant, "merge_states", (-(-rows // warps), 1), _BLOCK, *arguments)
+        self.launch(variant, "merge_states", (-(-rows // warps), 1), _BLOCK, *arguments)
 
 
 def _block(pieces: int) -> int:
