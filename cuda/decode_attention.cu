@@ -25,6 +25,7 @@ constexpr int TOKENS = 32 / LANES;                           // rows that a warp
 constexpr int WARPS = THREADS / 32;
 constexpr int STEPS = CHUNK * LANES / THREADS;               // rows that a lane takes part in per tile
 constexpr int TILE = STEPS * TOKENS;                         // tokens that a warp takes at once
+constexpr int LOOKUPS = PAGE_SIZE % TILE == 0 ? 1 : STEPS;   // pages that a lane looks up per tile
 static_assert(LANES <= 32 && STEPS > 0 && CHUNK == WARPS * TILE, "a chunk is a tile for each warp");
 
 // Workspace: what blocks leave for merge_partials. Part 0 of a block is the end, or the middle, of an item that an
@@ -81,6 +82,15 @@ INLINE void load_row(const Byte* row, int lane, bool wanted, Load (&loads)[LANE_
 INLINE void unpack_row(const Load (&loads)[LANE_VECTORS], float (&x)[ELEMENTS]) {
 #pragma unroll
     for (int i = 0; i < LANE_VECTORS; i++) unpack<KV>(loads[i], x, i * VECTOR);
+}
+
+// Pages of the lane's tokens in the tile; -1 past the end.
+INLINE void look_up(const int* table, unsigned token, unsigned stop, int (&pages)[LOOKUPS]) {
+#pragma unroll
+    for (int i = 0; i < LOOKUPS; i++) {
+        const unsigned t = token + i * TOKENS;
+        pages[i] = t < stop ? table[t / PAGE_SIZE] : -1;
+    }
 }
 
 // Take one tile into the state. row[step] is where the lane's token of that step lies, if present[step].
@@ -175,11 +185,13 @@ INLINE void write_element(Q* out, float* lse, Offset row, int i, float top, floa
     if (i == 0 && lse != nullptr) lse[row] = sum == 0.0f ? -infinity() : (top + fast_log2(sum)) * LN_2;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(
+extern "C" __global__ void __launch_bounds__(THREADS, ROWS * ELEMENTS <= 32 ? 3 : 2) decode_attention(
     Byte* data, Offset page_stride, Offset head_stride, Offset token_stride, Offset kv_stride, int num_pages,
     const Q* q, const int* page_table, int max_pages, const int* seq_lens, const int* query_lens,
     int sequences, int query_tokens, int num_kv_heads, int group, float scale_log2,
     Q* out, float* lse, Byte* workspace_memory) {
+    __shared__ Share share;
+    __shared__ Work work;
     __shared__ QueryRow queries[ROWS];
     __shared__ float2 warp_states[WARPS][ROWS];
     __shared__ float warp_results[WARPS][ROWS][HEAD_DIM];
@@ -191,31 +203,24 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(
     const int warp = threadIdx.x / 32, lane = threadIdx.x % LANES, token_of_warp = threadIdx.x % 32 / LANES;
     const int block = blockIdx.x;
 
-    const Offset total = total_units(batch);
-    const Offset share = ceil_div<Offset>(total, gridDim.x);
-    Offset unit = block * share;
-    const Offset last = smaller(unit + share, total);
     if (threadIdx.x < ROWS) workspace.opened[block * ROWS + threadIdx.x].target = -1;
-    if (unit >= last) return;
-
-    Cursor cursor = find_unit(batch, unit);
-    while (unit < last) {
-        const int sequence = cursor.sequence;
-        const Offset chunks = batch.chunks(sequence), passes = batch.passes(sequence);
-        const Offset item = cursor.unit / chunks, first_chunk = cursor.unit % chunks;
-        const int head = static_cast<int>(item / passes);
-        const Offset first_row = item % passes * ROWS;
-        const Offset item_end = unit - first_chunk + chunks, end = smaller(item_end, last);
-        const int length = static_cast<int>(batch.length(sequence)), count = batch.queries(sequence);
+    find_share(batch, share);
+    for (;;) {
+        __syncthreads();
+        if (threadIdx.x == 0) work = share.next(batch);
+        __syncthreads();
+        if (work.sequence < 0) return;
 
         if (threadIdx.x < ROWS) {
-            const Offset i = smaller(first_row + threadIdx.x, static_cast<Offset>(count) * group - 1);
+            const int length = static_cast<int>(batch.length(work.sequence)), count = batch.queries(work.sequence);
+            const Offset wanted = work.first_row + threadIdx.x;
+            const Offset i = smaller(wanted, static_cast<Offset>(count) * group - 1);
             const int query = static_cast<int>(i / group);
-            const Offset token = cursor.first_query + query;
-            const Offset row = token * num_kv_heads * group + head * group + i % group;
+            const Offset token = work.first_query + query;
+            const Offset row = (token * num_kv_heads + work.head) * group + i % group;
             const bool exists = token < query_tokens;
             queries[threadIdx.x] = {
-                exists ? row : 0, exists && i == first_row + threadIdx.x ? row : -1,
+                exists ? row : 0, exists && i == wanted ? row : -1,
                 static_cast<unsigned>(larger(length - count + 1 + query, 0))};
         }
         __syncthreads();
@@ -242,35 +247,27 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(
             }
         }
 
-        const int* table = page_table + static_cast<Offset>(sequence) * max_pages;
-        const unsigned all_see = queries[0].limit;
-        const unsigned stop = static_cast<unsigned>(
-            smaller<Offset>((first_chunk + end - unit) * CHUNK, queries[ROWS - 1].limit));
-        for (unsigned start = static_cast<unsigned>(first_chunk) * CHUNK + warp * TILE; start < stop; start += CHUNK) {
-            const unsigned token = start + token_of_warp;
+        const int* table = page_table + static_cast<Offset>(work.sequence) * max_pages;
+        const int head = work.head;
+        const unsigned stop = static_cast<unsigned>(smaller<Offset>(work.end_chunk * CHUNK, queries[ROWS - 1].limit));
+        const unsigned all_see = smaller(stop, queries[0].limit);
+        unsigned token = static_cast<unsigned>(work.first_chunk) * CHUNK + warp * TILE + token_of_warp;
+        int pages[LOOKUPS];
+        look_up(table, token, stop, pages);
+        for (; token - token_of_warp < stop; token += CHUNK) {
             const Byte* row[STEPS];
-            bool present[STEPS], whole = start + TILE <= smaller(all_see, stop);
-            if (PAGE_SIZE % TILE == 0) {  // a tile lies in one page
-                const int page = table[start / PAGE_SIZE];
-                const Byte* first = layer.row(page, head, start % PAGE_SIZE + token_of_warp);
+            bool present[STEPS], whole = token + (STEPS - 1) * TOKENS < all_see;
 #pragma unroll
-                for (int step = 0; step < STEPS; step++) {
-                    present[step] = layer.has_page(page) && token + step * TOKENS < stop;
-                    row[step] = first + step * TOKENS * token_stride;
-                }
-                whole = whole && layer.has_page(page);
-            } else {
-#pragma unroll
-                for (int step = 0; step < STEPS; step++) {
-                    const unsigned t = token + step * TOKENS;
-                    const int page = t < stop ? table[t / PAGE_SIZE] : -1;
-                    present[step] = layer.has_page(page);
-                    row[step] = layer.row(page, head, t % PAGE_SIZE);
-                    whole = whole && present[step];
-                }
-                whole = __all_sync(ALL_LANES, whole);
+            for (int step = 0; step < STEPS; step++) {
+                const unsigned t = token + step * TOKENS;
+                const bool in_pool = layer.has_page(pages[step % LOOKUPS]);
+                present[step] = in_pool && t < stop;
+                whole = whole && in_pool;
+                row[step] = step < LOOKUPS ? layer.row(pages[step % LOOKUPS], head, t % PAGE_SIZE)
+                                           : row[step - 1] + TOKENS * token_stride;
             }
-            if (whole)
+            look_up(table, token + CHUNK, stop, pages);  // ahead of time: rows cannot be loaded before it is here
+            if (__all_sync(ALL_LANES, whole))
                 attend<false>(row, present, token, kv_stride, lane, queries, q_rows, state);
             else
                 attend<true>(row, present, token, kv_stride, lane, queries, q_rows, state);
@@ -288,7 +285,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(
         }
         __syncthreads();
 
-        const bool begins = first_chunk == 0, ends = end == item_end;
         for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += THREADS) {
             const int r = i / HEAD_DIM, dim = i % HEAD_DIM;
             const Offset target = queries[r].target;
@@ -301,25 +297,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_attention(
                 sum = fmaf(weight, warp_states[w][r].y, sum);
                 result = fmaf(weight, warp_results[w][r][dim], result);
             }
-            if (begins && ends) {
+            if (work.begins && work.ends) {
                 if (target >= 0) write_element(out, lse, target, dim, top, sum, result);
                 continue;
             }
-            const Offset place = Workspace::row(block, begins, r);
+            const Offset place = Workspace::row(block, work.begins, r);
             workspace.results[place * HEAD_DIM + dim] = result;
             if (dim == 0) {
                 workspace.states[place] = {top, sum};
-                if (begins)
-                    workspace.opened[block * ROWS + r] = {target, static_cast<int>((item_end - 1) / share)};
+                if (work.begins) workspace.opened[block * ROWS + r] = {target, work.last_block};
             }
-        }
-        __syncthreads();
-
-        cursor.unit += end - unit;
-        unit = end;
-        while (unit < last && cursor.unit == batch.units(cursor.sequence)) {
-            cursor.first_query += batch.queries(cursor.sequence);
-            cursor = {cursor.sequence + 1, 0, cursor.first_query};
         }
     }
 }

@@ -63,13 +63,6 @@ INLINE Count sum_before(Count mine, Count& total) {
     return before;
 }
 
-INLINE Offset total_units(const Batch& batch) {
-    Count mine = {0, 0}, total;
-    for (int sequence = threadIdx.x; sequence < batch.sequences; sequence += THREADS) mine.units += batch.units(sequence);
-    sum_before(mine, total);
-    return total.units;
-}
-
 // A place in the line of units.
 struct Cursor {
     int sequence;
@@ -77,19 +70,59 @@ struct Cursor {
     Offset first_query;  // query tokens of the sequences before
 };
 
-// Where the unit with this number lies. All threads must call it, with one number below the total.
-INLINE Cursor find_unit(const Batch& batch, Offset unit) {
-    __shared__ Cursor found;
+// What a block works on from one synchronization to the next: neighbouring chunks of one item.
+struct Work {
+    int sequence;        // -1: nothing is left
+    int head;
+    Offset first_query;  // query tokens of the sequences before
+    Offset first_row;    // of the sequence's rows of q for that head
+    Offset first_chunk, end_chunk;
+    bool begins, ends;   // the item, rather than going on with it or leaving its end to later blocks
+    int last_block;      // the one that ends the item
+};
+
+// What a block has yet to do.
+struct Share {
+    Offset unit, end, per_block;
+    Cursor cursor;
+
+    // Take the next piece of work off. For one thread: the share lies in shared memory, where it costs no registers.
+    INLINE Work next(const Batch& batch) {
+        if (unit >= end) return {-1};
+        while (cursor.unit == batch.units(cursor.sequence)) {
+            cursor.first_query += batch.queries(cursor.sequence);
+            cursor.sequence++;
+            cursor.unit = 0;
+        }
+        const Offset chunks = batch.chunks(cursor.sequence), passes = batch.passes(cursor.sequence);
+        const Offset item = cursor.unit / chunks, first = cursor.unit % chunks;
+        const Offset taken = smaller(chunks - first, end - unit), item_end = unit - first + chunks;
+        const Work work = {
+            cursor.sequence, static_cast<int>(item / passes), cursor.first_query, item % passes * ROWS, first,
+            first + taken, first == 0, first + taken == chunks, static_cast<int>((item_end - 1) / per_block)};
+        unit += taken;
+        cursor.unit += taken;
+        return work;
+    }
+};
+
+// This block's share of the batch, in shared memory. All threads must call it; whoever reads the share must
+// synchronize first.
+INLINE void find_share(const Batch& batch, Share& share) {
+    Count mine = {0, 0}, total;
+    for (int sequence = threadIdx.x; sequence < batch.sequences; sequence += THREADS) mine.units += batch.units(sequence);
+    sum_before(mine, total);
+    const Offset per_block = ceil_div<Offset>(total.units, gridDim.x);
+    const Offset first = smaller(blockIdx.x * per_block, total.units), end = smaller(first + per_block, total.units);
+    if (threadIdx.x == 0) share = {first, end, per_block, {}};
     Count passed = {0, 0};
-    for (int base = 0; base < batch.sequences && passed.units <= unit; base += THREADS) {
+    for (int base = 0; first < end && passed.units <= first; base += THREADS) {
         const int sequence = base + threadIdx.x;
-        Count mine = {0, 0}, total;
+        mine = {0, 0};
         if (sequence < batch.sequences) mine = {batch.units(sequence), batch.queries(sequence)};
         const Count before = sum_before(mine, total);
-        const Offset inside = unit - passed.units - before.units;
-        if (inside >= 0 && inside < mine.units) found = {sequence, inside, passed.queries + before.queries};
+        const Offset inside = first - passed.units - before.units;
+        if (inside >= 0 && inside < mine.units) share.cursor = {sequence, inside, passed.queries + before.queries};
         passed = {passed.units + total.units, passed.queries + total.queries};
     }
-    __syncthreads();
-    return found;
 }
