@@ -81,6 +81,8 @@ class Mirror:
 @pytest.mark.parametrize("dtype", list(STORAGE_DTYPES))
 @pytest.mark.parametrize("layout", ["interleaved", "token_major", "hnd", "nhd"])
 def test_a_life_of_ragged_steps(device: str, dtype: str, layout: str) -> None:
+    if device == "ptx" and dtype != "float16" and layout != "interleaved":
+        pytest.skip("each dtype once and each layout once, to save time")
     spec = KVSpec(num_layers=3, num_kv_heads=3, head_dim=20, page_size=16, dtype=dtype, layout=layout, row_align=64)
     mirror = Mirror(40, device, spec)
     a, b = mirror.add(), mirror.add()
