@@ -141,15 +141,15 @@ class SharedRaces:
             self._note_other(cells[lost], mine[lost], last[lost])
 
     def _note_other(self, cells: Array, tokens: Array, last: Array) -> None:
-        others = self._tokens.others
-        recent = tokens >= max(self._horizon, 1)
-        if not recent.any():
+        moves = np.flatnonzero((tokens >= max(self._horizon, 1)) & ((tokens ^ last) & self._LANE != 0))
+        if not len(moves):
             return
-        lane, last_lane = (tokens & self._LANE) - 1, (last & self._LANE) - 1
-        kept = others[cells]
-        useful = (kept >= max(self._horizon, 1)) & (((kept & self._LANE) - 1) >> 5 != last_lane >> 5)
-        moves = recent & (lane != last_lane) & ((lane >> 5 != last_lane >> 5) | ~useful)
-        others[cells[moves]] = tokens[moves]
+        cells, tokens = cells[moves], tokens[moves]
+        kept = self._tokens.others[cells]
+        warp, last_warp, kept_warp = (((each & self._LANE) - 1) >> 5 for each in (tokens, last[moves], kept))
+        useful = (kept >= max(self._horizon, 1)) & (kept_warp != last_warp)
+        better = (warp != last_warp) | ~useful
+        self._tokens.others[cells[better]] = tokens[better]
 
 
 class GlobalRaces:
