@@ -291,7 +291,21 @@ def test_arguments_are_checked(run):
         launch(kernel, 1, 1, [y.ctypes.data, 2**33, 1.0], buffers=buffers)
     with pytest.raises(ValueError, match="at most 1024 threads"):
         launch(kernel, 1, 1025, [y.ctypes.data, 1, 1.0], buffers=buffers)
-    with pytest.raises(ValueError, match="must not overlap"):
-        launch(kernel, 1, 1, [y.ctypes.data, 1, 1.0], buffers=buffers * 2)
+    with pytest.raises(ValueError, match="undefined buffers must not overlap"):
+        launch(kernel, 1, 1, [y.ctypes.data, 1, 1.0], buffers=[*buffers, Buffer.of(y, defined=False)])
     with pytest.raises(ValueError, match="contiguous"):
         Buffer.of(np.zeros((4, 4))[:, ::2])
+
+
+def test_overlapping_views_are_one_buffer(run, rng):
+    """K and V side by side in one array: their ranges overlap."""
+    source = """
+    extern "C" __global__ void k(float* y, const float* k, const float* v) {
+      int t = threadIdx.x; y[t] = k[8 * t] - v[8 * t];
+    }"""
+    both = rng.standard_normal((32, 2, 4)).astype(np.float32)
+    y = np.zeros(32, np.float32)
+    ranges = [Buffer(both.ctypes.data + start, 31 * 32 + 16, writable=False) for start in (0, 16)]
+    args = [y.ctypes.data, both.ctypes.data, both.ctypes.data + 16]
+    launch(Module.compile(source)["k"], 1, 32, args, buffers=[Buffer.of(y), *ranges, ranges[0]])
+    np.testing.assert_array_equal(y, both[:, 0, 0] - both[:, 1, 0])

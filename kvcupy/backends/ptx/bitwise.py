@@ -302,23 +302,23 @@ def set_predicate(ins: Instruction) -> Value:
         if combine:
             raise Unsupported
         return Value([(first, "pred"), (second, "pred")], [(x, kind), (y, kind)], both)
-    sources = [(x, kind), (y, kind)]
-    function: Callable[..., Array] = compare
-    if combine:
-        sources.append((rest[0], "pred"))
-        logic = _LOGIC[combine]
+    results = [(first, "pred")] + ([(second, "pred")] if isinstance(d, Pair) else [])
+    if combine is None:
+        both_ways: Callable[..., Any] = lambda x, y: (compare(x, y), ~compare(x, y))  # noqa: E731
+        return Value(results, [(x, kind), (y, kind)], both_ways if isinstance(d, Pair) else compare)
+    logic = _LOGIC[combine]
 
-        def function(x: Array, y: Array, p: Array) -> Array:
-            return logic(compare(x, y), p)
+    def combined(x: Array, y: Array, p: Array) -> Any:
+        truth = compare(x, y)
+        return (logic(truth, p), logic(~truth, p)) if isinstance(d, Pair) else logic(truth, p)
 
-    if not isinstance(d, Pair):
-        return Value([(first, "pred")], sources, function)
+    def marks(values: Sequence[Array], marks: Sequence[Array | None]) -> Any:
+        """A false predicate makes an undefined comparison irrelevant."""
+        truth, of_truth = compare(*values[:2]), any_marked(values, marks[:2])
+        each = [_flips(logic)([side, values[2]], [of_truth, marks[2]]) for side in (truth, ~truth)]
+        return tuple(each) if isinstance(d, Pair) else each[0]
 
-    def with_opposite(x: Array, y: Array, *p: Array) -> tuple[Array, Array]:
-        opposite = ~compare(x, y)
-        return function(x, y, *p), _LOGIC[combine](opposite, *p) if combine else opposite
-
-    return Value([(first, "pred"), (second, "pred")], sources, with_opposite)
+    return Value(results, [(x, kind), (y, kind), (rest[0], "pred")], combined, marks)
 
 
 def set_value(ins: Instruction) -> Value:

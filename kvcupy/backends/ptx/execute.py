@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from kvcupy.backends.ptx.assemble import Op, Program, assemble, check_defined
+from kvcupy.backends.ptx.assemble import Op, check_defined
 from kvcupy.backends.ptx.chunk import Chunk, Lanes, Launch
 from kvcupy.backends.ptx.memory import Buffer, GlobalMemory
 from kvcupy.backends.ptx.nvrtc import compile_ptx
 from kvcupy.backends.ptx.parse import Param, parse
+from kvcupy.backends.ptx.program import Program, assemble
 from kvcupy.backends.ptx.report import Counts, Report
 from kvcupy.backends.ptx.types import Array, dtype_of, width_of
 from kvcupy.backends.ptx.warp import bits_per_warp

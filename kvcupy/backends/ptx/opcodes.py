@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvcupy.backends.ptx import access, bitwise, convert, floating, integer, tensor, warp
+from kvcupy.backends.ptx import access, async_copy, atomics, bitwise, convert, floating, integer, tensor, warp
 from kvcupy.backends.ptx.assemble import Assembler, Op, Read, Step, Unsupported
 from kvcupy.backends.ptx.chunk import Chunk, Lanes
 from kvcupy.backends.ptx.parse import Imm, Instruction, Sym
@@ -13,9 +13,9 @@ from kvcupy.backends.ptx.warp import bits_per_warp
 
 __all__ = ["build"]
 
-_STEPS = {**access.BUILD, **warp.BUILD, **tensor.BUILD}
+_STEPS = {**access.BUILD, **atomics.BUILD, **async_copy.BUILD, **warp.BUILD, **tensor.BUILD}
 _VALUES = {**bitwise.BUILD, **convert.BUILD, **integer.BUILD}
-_NOTHING = frozenset(["membar", "fence", "prefetch", "prefetchu", "applypriority", "discard", "nanosleep"])
+_NOTHING = frozenset(["prefetch", "prefetchu", "applypriority", "discard", "nanosleep"])
 _WARP = frozenset(["shfl", "vote", "redux", "match", "activemask"])
 
 
@@ -58,6 +58,8 @@ def build(assembler: Assembler, ins: Instruction) -> Op:
         op.kind, op.run, op.members = "sync", _sync_warp, assembler.read(ins.operands[0], "b32")
     elif base in ("bar", "barrier"):
         _barrier(assembler, ins, op)
+    elif base in ("membar", "fence"):
+        op.run = _fence(assembler, ins)
     elif base in _NOTHING:
         op.run = _nothing
     elif base == "trap":
@@ -82,7 +84,15 @@ def _members(assembler: Assembler, ins: Instruction) -> Read:
 
 
 def _nothing(chunk: Chunk, lanes: Lanes) -> None:
-    """Fences order memory between threads; here all threads see one memory."""
+    """Hints to caches and schedulers."""
+
+
+def _fence(assembler: Assembler, ins: Instruction) -> Step:
+    """All threads here see one memory; but whether a block passed a fence decides what its atomics order."""
+    if not ins.has("gl", "gpu", "sys"):
+        return _nothing
+    position = assembler.position
+    return lambda chunk, lanes: chunk.launch.order.fence(chunk.block_of[lanes.ids], position)
 
 
 def _trap(ins: Instruction) -> Step:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcupy.backends.ptx.access import Site, read_shared
+from kvcupy.backends.ptx.access import Site, read_memory
 from kvcupy.backends.ptx.assemble import Assembler, Read, ReadMarks, Step, Unsupported
 from kvcupy.backends.ptx.chunk import Chunk, Lanes
 from kvcupy.backends.ptx.parse import Instruction, Operand, Vec
@@ -45,7 +45,7 @@ def load_matrix(assembler: Assembler, ins: Instruction) -> Step:
 
     def step(chunk: Chunk, lanes: Lanes) -> None:
         givers = (lanes.ids & 31) < 8 * count
-        rows, marks = read_shared(chunk, lanes.select(givers), addresses(chunk, lanes)[givers], 16, site)
+        rows, marks = read_memory(chunk, lanes.select(givers), "shared", addresses(chunk, lanes)[givers], 16, site)
         for write, value in zip(writes, spread(rows), strict=True):
             write(chunk, lanes, value)
         if chunk.marks or marks is not None:
