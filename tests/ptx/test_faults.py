@@ -182,9 +182,10 @@ PLANTS = {
         "undefined value",
         """
           __shared__ int s[64];
-        #ifndef FAULT
-          s[t] = 1;
+        #ifdef FAULT
+          if (t != 5)
         #endif
+          s[t] = 1;
           __syncthreads();
           float v = x[i];
           if (s[t] > 0) y[i] = v;  // here
@@ -523,13 +524,13 @@ PLANTS = {
 }
 
 
-def _execute(run, plant, seed, fault):
+def _execute(run, plant, seed, fault, **options):
     rng = np.random.default_rng(7)
     x = rng.uniform(1, 2, 128).astype(np.float32)
     y = np.full(128 + plant.spare, np.nan, np.float32)
     if plant.spare:
         y[128] = 0
-    options = {"shared": plant.shared, "seed": seed, "undefined": () if plant.spare else (y,), "readonly": (x,)}
+    options |= {"shared": plant.shared, "seed": seed, "undefined": () if plant.spare else (y,), "readonly": (x,)}
     define = ("FAULT",) if fault else ()
     report = run(plant.source, plant.grid, plant.block, y, x, define=define, **options)
     return x, y[:128], report
@@ -556,6 +557,18 @@ def test_a_planted_fault_is_caught_at_its_line(run, name):
         assert 0 <= fault.block[0] < plant.grid
         assert 0 <= fault.thread[0] < plant.block
         assert str(fault.line) in str(fault)
+
+
+@pytest.mark.parametrize("arch", ["compute_70", "compute_90"])
+@pytest.mark.parametrize("name", PLANTS)
+def test_other_architectures(run, name, arch):
+    """The same in the PTX for older and newer GPUs."""
+    plant = PLANTS[name]
+    with pytest.raises(KernelFault) as caught:
+        _execute(run, plant, None, fault=True, arch=arch)
+    assert caught.value.kind == plant.kind
+    x, y, _ = _execute(run, plant, None, fault=False, arch=arch)
+    np.testing.assert_allclose(y, eval(plant.expected, {"np": np, "x": x}), rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", PLANTS)

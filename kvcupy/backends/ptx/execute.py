@@ -121,8 +121,8 @@ def launch(
     with np.errstate(all="ignore"):
         for start in range(0, state.blocks, per_chunk):
             _Scheduler(Chunk(state, order[start : start + per_chunk]), rng).run()
-    rows = zip(program.ops, state.counts, strict=True)
-    return Report.of(program.name, [(op.instruction.line, op.category, counts) for op, counts in rows])
+    executed = [(op, counts) for op, counts in zip(program.ops, state.counts, strict=True) if counts.instructions]
+    return Report(program.name, [(op.instruction.line, op.category, counts) for op, counts in executed])
 
 
 def _three(name: str, sizes: int | tuple[int, ...]) -> tuple[int, int, int]:
