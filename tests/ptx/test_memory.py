@@ -53,8 +53,10 @@ def test_cache_hints(run, rng):
     source = """
     extern "C" __global__ void k(float4* y, const float4* x) {
       int t = threadIdx.x; float4 v;
-      asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.f32 {%0,%1,%2,%3}, [%4];"
-        : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(x + t));
+      unsigned long long policy;
+      asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+      asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.L2::128B.v4.f32 {%0,%1,%2,%3}, [%4], %5;"
+        : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(x + t), "l"(policy));
       float4 w = __ldcs(x + t), u = __ldg(x + t);
       v.x += w.x + u.x;
       __stcs(y + t, v);
@@ -224,22 +226,22 @@ def test_a_pool_beyond_two_gibi_elements(run):
     """64-bit addresses, on memory that exists only where it is touched."""
     source = """
     extern "C" __global__ void k(signed char* pool, long long stride, int page, int* wrong) {
-      signed char* p = pool + page * stride + threadIdx.x;
-      *p = (signed char)threadIdx.x;
-      if (*wrong) pool[(int)(page * (int)stride) + (int)threadIdx.x] = 1;
+      int t = blockIdx.x * blockDim.x + threadIdx.x;
+      pool[page * stride + t] = (signed char)t;
+      if (*wrong) pool[(int)(page * (int)stride) + t] = 1;
     }"""
     pool = SparseBuffer(131_080 * 16_384, fill=7)
     wrong = np.zeros(1, np.int32)
     kernel = Module.compile(source)["k"]
     args = [pool.address, 16_384, 131_079, wrong.ctypes.data]
-    launch(kernel, 1, 64, args, buffers=[pool, Buffer.of(wrong)])
+    launch(kernel, 2, 32, args, buffers=[pool, Buffer.of(wrong)])
     assert pool.read(131_079 * 16_384, 64) == bytes(range(64))
     assert pool.read(131_079 * 16_384 + 64, 4) == bytes([7] * 4)
     assert pool.read(0, 4) == bytes([7] * 4)
     assert pool.touched_bytes < 2**20
     wrong[0] = 1
     with pytest.raises(KernelFault, match="out of bounds"):
-        launch(kernel, 1, 64, args, buffers=[pool, Buffer.of(wrong)])
+        launch(kernel, 2, 32, args, buffers=[pool, Buffer.of(wrong)])
 
 
 def test_a_sparse_buffer_written_by_the_host(run):

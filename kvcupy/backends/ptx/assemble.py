@@ -265,7 +265,8 @@ def any_marked(values: Sequence[Array], marks: Sequence[Array | None]) -> Array 
 
 def check_defined(chunk: Chunk, lanes: Lanes, marks: Array | None, instruction: Instruction, use: str) -> None:
     if marks is not None:
-        marked = np.broadcast_to(marks != 0, lanes.count)
+        words = marks.view(np.uint64).reshape(-1, 2).any(axis=1) if marks.itemsize == 16 else marks != 0
+        marked = np.broadcast_to(words, lanes.count)
         if marked.any():
             lane = int(lanes.ids[marked.argmax()])
             raise chunk.fault(instruction, lane, "undefined value", f"a value that was never written is used {use}")

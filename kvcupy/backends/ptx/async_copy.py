@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvcupy.backends.ptx.access import Site, check_alignment, check_shared_race, places_of, read_memory
-from kvcupy.backends.ptx.assemble import Assembler, Step, Unsupported
+from kvcupy.backends.ptx.assemble import Assembler, Step, Unsupported, check_defined
 from kvcupy.backends.ptx.checks import WRITE
 from kvcupy.backends.ptx.chunk import Chunk, Copy, Lanes
 from kvcupy.backends.ptx.parse import Imm, Instruction, Reg
@@ -41,12 +41,15 @@ def copy_async(assembler: Assembler, ins: Instruction) -> Step:
     ignores = bool(rest) and isinstance(rest[0], Reg) and rest[0].bits == 1
     if rest and isinstance(rest[0], Reg) and rest[0].bits == 64:
         rest = []  # a cache policy
-    amount = assembler.read(rest[0], "pred" if ignores else "u32") if rest else None
+    amount_kind = "pred" if ignores else "u32"
+    amount = assembler.read(rest[0], amount_kind) if rest else None
+    amount_marks = assembler.read_marks(rest[0] if rest else None, amount_kind)
     site = Site(assembler, ins)
 
     def step(chunk: Chunk, lanes: Lanes) -> None:
         taken: Array | None = None
         if amount is not None:
+            check_defined(chunk, lanes, amount_marks(chunk, lanes), ins, "as a size")
             given = np.broadcast_to(amount(chunk, lanes), lanes.count)
             taken = np.where(given, 0, nbytes) if ignores else given.astype(np.int64)
             if (taken > nbytes).any():

@@ -11,6 +11,7 @@ import numpy as np
 from kvcupy.backends.ptx.assemble import Marks, Unsupported, Value, any_marked
 from kvcupy.backends.ptx.integer import halves_marked, packed
 from kvcupy.backends.ptx.parse import Imm, Instruction, Operand, Pair, Vec
+from kvcupy.backends.ptx.rounding import flush
 from kvcupy.backends.ptx.types import Array, dtype_of, storage_of, width_of
 
 __all__ = ["BUILD"]
@@ -228,6 +229,11 @@ def _pack(d: Operand, parts: Vec, kind: str) -> Value:
     return Value([(d, kind)], [(part, f"b{bits}") for part in parts.items], join, marks)
 
 
+def cache_policy(ins: Instruction) -> Value:
+    """createpolicy: a hint that means nothing here."""
+    return Value([(ins.operands[0], "b64")], [], lambda: np.zeros(1, np.uint64))
+
+
 def select(ins: Instruction) -> Value:
     kind = f"b{width_of(ins.parts[-1])}"
     d, x, y, predicate = ins.operands
@@ -272,8 +278,6 @@ def _comparison(name: str, kind: str) -> Callable[[Array, Array], Array]:
 
 
 def _flushed(function: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
-    from kvcupy.backends.ptx.rounding import flush
-
     return lambda x, y: function(flush(x), flush(y))
 
 
@@ -355,6 +359,7 @@ BUILD: dict[str, Callable[[Instruction], Value]] = {
     "bfi": insert_field,
     "prmt": permute,
     "mov": move,
+    "createpolicy": cache_policy,
     "selp": select,
     "setp": set_predicate,
     "set": set_value,

@@ -33,33 +33,51 @@ class Conflict(NamedTuple):
 
 
 class _Tokens:
-    """Token planes over some bytes: who wrote, who read last, who else read before, who was atomic. 0 is nobody."""
+    """Tokens over some bytes, 0 for nobody: who wrote, who read last, who else read before, who was atomic.
+
+    Only pages that were touched have any. A cell is a granule of such a page.
+    """
+
+    _PAGE_BITS = 12
 
     def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
         self._granule = 16
-        self.writers, self.readers, self.others, self.atomics = (self._blank() for _ in range(4))
+        self._slot_of_page = np.zeros(0, np.int64)
+        self._pages = 0
+        self._use(np.zeros((4, 0), np.int64))
+        self.grow(nbytes)
 
-    def _blank(self) -> Array:
-        return np.zeros(-(-self._nbytes // self._granule), np.int64)
-
-    def _planes(self) -> tuple[Array, Array, Array, Array]:
-        return self.writers, self.readers, self.others, self.atomics
+    def _use(self, planes: Array) -> None:
+        self._planes = planes
+        self.writers, self.readers, self.others, self.atomics = planes
 
     def grow(self, nbytes: int) -> None:
-        if nbytes > self._nbytes:
-            self._nbytes = nbytes
-            blank = self._blank()
-            planes = [np.concatenate([plane, blank[plane.size :]]) for plane in self._planes()]
-            self.writers, self.readers, self.others, self.atomics = planes
+        """Make room for addresses below nbytes."""
+        more = -(-nbytes >> self._PAGE_BITS) - self._slot_of_page.size
+        if more > 0:
+            self._slot_of_page = np.concatenate([self._slot_of_page, np.full(more, -1)])
+
+    def _add(self, pages: Array) -> None:
+        self._slot_of_page[pages] = self._pages + np.arange(pages.size)
+        self._pages += pages.size
+        needed = (self._pages << self._PAGE_BITS) // self._granule
+        if needed > self._planes.shape[1]:
+            grown = np.zeros((4, max(needed, 2 * self._planes.shape[1])), np.int64)
+            grown[:, : self._planes.shape[1]] = self._planes
+            self._use(grown)
 
     def cells(self, at: Array, nbytes: int, *per_access: Array) -> tuple[Array, ...]:
-        """The granules of each access, and the given arrays repeated to match them."""
+        """The cells of each access, and the given arrays repeated to match them."""
         if nbytes < self._granule:
-            planes = [np.repeat(plane, self._granule // nbytes) for plane in self._planes()]
-            self.writers, self.readers, self.others, self.atomics = planes
+            self._use(np.repeat(self._planes, self._granule // nbytes, axis=1))
             self._granule = nbytes
-        cells = at // self._granule
+        pages = at >> self._PAGE_BITS
+        slots = self._slot_of_page[pages]
+        if (slots < 0).any():
+            self._add(np.unique(pages[slots < 0]))
+            slots = self._slot_of_page[pages]
+        inside = at & ((1 << self._PAGE_BITS) - 1)
+        cells = (slots << self._PAGE_BITS | inside) // self._granule
         count = nbytes // self._granule
         if count == 1:
             return (cells, *per_access)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvcupy.backends.ptx import access, async_copy, atomics, bitwise, convert, floating, integer, tensor, warp
-from kvcupy.backends.ptx.assemble import Assembler, Op, Read, Step, Unsupported
+from kvcupy.backends.ptx.assemble import Assembler, Op, Read, Step, Unsupported, check_defined
 from kvcupy.backends.ptx.chunk import Chunk, Lanes
 from kvcupy.backends.ptx.parse import Imm, Instruction, Sym
 from kvcupy.backends.ptx.types import Array
@@ -15,7 +15,7 @@ __all__ = ["build"]
 
 _STEPS = {**access.BUILD, **atomics.BUILD, **async_copy.BUILD, **warp.BUILD, **tensor.BUILD}
 _VALUES = {**bitwise.BUILD, **convert.BUILD, **integer.BUILD}
-_NOTHING = frozenset(["prefetch", "prefetchu", "applypriority", "discard", "nanosleep"])
+_NOTHING = frozenset(["prefetch", "prefetchu", "applypriority", "discard", "nanosleep", "griddepcontrol"])
 _WARP = frozenset(["shfl", "vote", "redux", "match", "activemask"])
 
 
@@ -120,11 +120,12 @@ def _barrier(assembler: Assembler, ins: Instruction, op: Op) -> None:
     destination, number, *count, predicate = operands
     op.barrier = assembler.read(number, "u32"), assembler.read(count[0], "u32") if count else None
     mode = ins.one_of("popc", "and", "or")
-    read = assembler.read(predicate, "pred")
+    read, read_marks = assembler.read(predicate, "pred"), assembler.read_marks(predicate, "pred")
     write = assembler.write(destination, ins.parts[-1])
     clear = assembler.write_marks(destination, ins.parts[-1])
 
     def reduce(chunk: Chunk, lanes: Lanes) -> None:
+        check_defined(chunk, lanes, read_marks(chunk, lanes), ins, "as a condition")
         blocks = chunk.slot_of[lanes.ids]
         yes, here = (_per_block(chunk, lanes, truth) for truth in (read(chunk, lanes), True))
         result = {"popc": yes, "and": yes == here, "or": yes != 0}[mode or ""]
