@@ -25,7 +25,7 @@ class Plant:
     shared: int = 0
     arguments: str = "float* y, const float* x"
     head: str = ""
-    read_only: bool = False
+    spare: bool = False  # y has one more element, a zero, which the others count with
 
     @property
     def source(self) -> str:
@@ -105,7 +105,6 @@ PLANTS = {
         #endif
           y[i] = x[i];
         """,
-        read_only=True,
     ),
     "shared out of bounds": Plant(
         "shared out of bounds",
@@ -183,9 +182,10 @@ PLANTS = {
         "undefined value",
         """
           __shared__ int s[64];
-        #ifndef FAULT
-          s[t] = 1;
+        #ifdef FAULT
+          if (t != 5)
         #endif
+          s[t] = 1;
           __syncthreads();
           float v = x[i];
           if (s[t] > 0) y[i] = v;  // here
@@ -327,6 +327,58 @@ PLANTS = {
         #endif
         """,
         expected="x + (np.arange(128) < 32)",
+    ),
+    "last block without a fence": Plant(
+        "race between blocks",
+        """
+          y[i] = x[i];
+        #ifndef FAULT
+          __threadfence();
+        #endif
+          __shared__ bool last;
+          __syncthreads();
+          if (t == 0) last = atomicAdd((unsigned*)(y + 128), 1u) == gridDim.x - 1;
+          __syncthreads();
+          if (!last) return;
+          float sum = 0;
+          for (int b = 0; b < gridDim.x; b++) sum += ((volatile float*)y)[b * 64 + t];  // here
+          y[t] = sum;
+          y[64 + t] = 0;
+          if (t == 0) y[128] = 0;
+        """,
+        expected="np.concatenate([x[:64] + x[64:], 0 * x[:64]])",
+        spare=True,
+    ),
+    "a register that was never written": Plant(
+        "undefined value",
+        """
+          float v = x[i], u;
+        #ifdef FAULT
+          asm volatile("{.reg .f32 never; add.f32 %0, %1, never;}" : "=f"(u) : "f"(v));
+        #else
+          asm volatile("{.reg .f32 never; mov.f32 never, %1; mov.f32 %0, never;}" : "=f"(u) : "f"(v));
+        #endif
+          y[i] = u;  // here
+        """,
+    ),
+    "comparison that a false predicate should have guarded": Plant(
+        "undefined value",
+        """
+          __shared__ float s[64];
+          if (t < 40) s[t] = x[i];
+          __syncthreads();
+          unsigned r;
+        #ifdef FAULT
+          const int limit = 41;
+        #else
+          const int limit = 40;
+        #endif
+          asm volatile("{.reg .pred p, q; setp.lt.s32 q, %1, %3; "
+                       "setp.gt.and.f32 p, %2, 0f00000000, q; selp.u32 %0, 1, 0, p;}"
+                       : "=r"(r) : "r"(t), "f"(s[t]), "r"(limit));
+          y[i] = r;  // here
+        """,
+        expected="np.arange(128) % 64 < 40",
     ),
     "barrier in half a warp": Plant(
         "barrier not reached by all",
@@ -472,14 +524,16 @@ PLANTS = {
 }
 
 
-def _execute(run, plant, seed, fault):
+def _execute(run, plant, seed, fault, **options):
     rng = np.random.default_rng(7)
     x = rng.uniform(1, 2, 128).astype(np.float32)
-    y = np.full(128, np.nan, np.float32)
-    options = {"shared": plant.shared, "seed": seed, "undefined": (y,), "readonly": (x,)}
+    y = np.full(128 + plant.spare, np.nan, np.float32)
+    if plant.spare:
+        y[128] = 0
+    options |= {"shared": plant.shared, "seed": seed, "undefined": () if plant.spare else (y,), "readonly": (x,)}
     define = ("FAULT",) if fault else ()
     report = run(plant.source, plant.grid, plant.block, y, x, define=define, **options)
-    return x, y, report
+    return x, y[:128], report
 
 
 @pytest.mark.parametrize("name", PLANTS)
@@ -503,6 +557,18 @@ def test_a_planted_fault_is_caught_at_its_line(run, name):
         assert 0 <= fault.block[0] < plant.grid
         assert 0 <= fault.thread[0] < plant.block
         assert str(fault.line) in str(fault)
+
+
+@pytest.mark.parametrize("arch", ["compute_70", "compute_90"])
+@pytest.mark.parametrize("name", PLANTS)
+def test_other_architectures(run, name, arch):
+    """The same in the PTX for older and newer GPUs."""
+    plant = PLANTS[name]
+    with pytest.raises(KernelFault) as caught:
+        _execute(run, plant, None, fault=True, arch=arch)
+    assert caught.value.kind == plant.kind
+    x, y, _ = _execute(run, plant, None, fault=False, arch=arch)
+    np.testing.assert_allclose(y, eval(plant.expected, {"np": np, "x": x}), rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", PLANTS)

@@ -11,6 +11,7 @@ import numpy as np
 from kvcupy.backends.ptx.assemble import Marks, Unsupported, Value, any_marked
 from kvcupy.backends.ptx.integer import halves_marked, packed
 from kvcupy.backends.ptx.parse import Imm, Instruction, Operand, Pair, Vec
+from kvcupy.backends.ptx.rounding import flush
 from kvcupy.backends.ptx.types import Array, dtype_of, storage_of, width_of
 
 __all__ = ["BUILD"]
@@ -228,6 +229,11 @@ def _pack(d: Operand, parts: Vec, kind: str) -> Value:
     return Value([(d, kind)], [(part, f"b{bits}") for part in parts.items], join, marks)
 
 
+def cache_policy(ins: Instruction) -> Value:
+    """createpolicy: a hint that means nothing here."""
+    return Value([(ins.operands[0], "b64")], [], lambda: np.zeros(1, np.uint64))
+
+
 def select(ins: Instruction) -> Value:
     kind = f"b{width_of(ins.parts[-1])}"
     d, x, y, predicate = ins.operands
@@ -272,8 +278,6 @@ def _comparison(name: str, kind: str) -> Callable[[Array, Array], Array]:
 
 
 def _flushed(function: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
-    from kvcupy.backends.ptx.rounding import flush
-
     return lambda x, y: function(flush(x), flush(y))
 
 
@@ -302,23 +306,23 @@ def set_predicate(ins: Instruction) -> Value:
         if combine:
             raise Unsupported
         return Value([(first, "pred"), (second, "pred")], [(x, kind), (y, kind)], both)
-    sources = [(x, kind), (y, kind)]
-    function: Callable[..., Array] = compare
-    if combine:
-        sources.append((rest[0], "pred"))
-        logic = _LOGIC[combine]
+    results = [(first, "pred")] + ([(second, "pred")] if isinstance(d, Pair) else [])
+    if combine is None:
+        both_ways: Callable[..., Any] = lambda x, y: (compare(x, y), ~compare(x, y))  # noqa: E731
+        return Value(results, [(x, kind), (y, kind)], both_ways if isinstance(d, Pair) else compare)
+    logic = _LOGIC[combine]
 
-        def function(x: Array, y: Array, p: Array) -> Array:
-            return logic(compare(x, y), p)
+    def combined(x: Array, y: Array, p: Array) -> Any:
+        truth = compare(x, y)
+        return (logic(truth, p), logic(~truth, p)) if isinstance(d, Pair) else logic(truth, p)
 
-    if not isinstance(d, Pair):
-        return Value([(first, "pred")], sources, function)
+    def marks(values: Sequence[Array], marks: Sequence[Array | None]) -> Any:
+        """A false predicate makes an undefined comparison irrelevant."""
+        truth, of_truth = compare(*values[:2]), any_marked(values, marks[:2])
+        each = [_flips(logic)([side, values[2]], [of_truth, marks[2]]) for side in (truth, ~truth)]
+        return tuple(each) if isinstance(d, Pair) else each[0]
 
-    def with_opposite(x: Array, y: Array, *p: Array) -> tuple[Array, Array]:
-        opposite = ~compare(x, y)
-        return function(x, y, *p), _LOGIC[combine](opposite, *p) if combine else opposite
-
-    return Value([(first, "pred"), (second, "pred")], sources, with_opposite)
+    return Value(results, [(x, kind), (y, kind), (rest[0], "pred")], combined, marks)
 
 
 def set_value(ins: Instruction) -> Value:
@@ -355,6 +359,7 @@ BUILD: dict[str, Callable[[Instruction], Value]] = {
     "bfi": insert_field,
     "prmt": permute,
     "mov": move,
+    "createpolicy": cache_policy,
     "selp": select,
     "setp": set_predicate,
     "set": set_value,

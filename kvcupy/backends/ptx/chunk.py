@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcupy.backends.ptx.checks import GlobalRaces, SharedRaces
+from kvcupy.backends.ptx.checks import BlockOrder, GlobalRaces, SharedRaces
 from kvcupy.backends.ptx.memory import Buffer, Bytes, GlobalMemory
 from kvcupy.backends.ptx.parse import Instruction
 from kvcupy.backends.ptx.report import Counts, KernelFault
 from kvcupy.backends.ptx.types import Array, DType, storage_of
 
 if TYPE_CHECKING:
-    from kvcupy.backends.ptx.assemble import Program
+    from kvcupy.backends.ptx.program import Program
 
 __all__ = ["Chunk", "Copy", "Lanes", "Launch"]
 
@@ -72,6 +72,7 @@ class Launch:
     memory: GlobalMemory
     checks: bool
     counts: list[Counts]
+    order: BlockOrder = field(default_factory=BlockOrder)
     races: dict[int, GlobalRaces] = field(default_factory=dict)
     """Per buffer, by its address; empty where nothing can race."""
 
@@ -87,7 +88,9 @@ class Launch:
         """None for what cannot race: memory that nobody may write, or a launch of one block."""
         if not (self.checks and buffer.writable and self.blocks > 1):
             return None
-        return self.races.setdefault(buffer.address, GlobalRaces(0))
+        if buffer.address not in self.races:
+            self.races[buffer.address] = GlobalRaces(self.order, buffer.address)
+        return self.races[buffer.address]
 
 
 @dataclass

@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from kvcupy.backends.ptx.assemble import Op, Program, assemble, check_defined
+from kvcupy.backends.ptx.assemble import Op, check_defined
 from kvcupy.backends.ptx.chunk import Chunk, Lanes, Launch
 from kvcupy.backends.ptx.memory import Buffer, GlobalMemory
 from kvcupy.backends.ptx.nvrtc import compile_ptx
 from kvcupy.backends.ptx.parse import Param, parse
+from kvcupy.backends.ptx.program import Program, assemble
 from kvcupy.backends.ptx.report import Counts, Report
 from kvcupy.backends.ptx.types import Array, dtype_of, width_of
 from kvcupy.backends.ptx.warp import bits_per_warp
@@ -120,8 +121,8 @@ def launch(
     with np.errstate(all="ignore"):
         for start in range(0, state.blocks, per_chunk):
             _Scheduler(Chunk(state, order[start : start + per_chunk]), rng).run()
-    rows = zip(program.ops, state.counts, strict=True)
-    return Report.of(program.name, [(op.instruction.line, op.category, counts) for op, counts in rows])
+    executed = [(op, counts) for op, counts in zip(program.ops, state.counts, strict=True) if counts.instructions]
+    return Report(program.name, [(op.instruction.line, op.category, counts) for op, counts in executed])
 
 
 def _three(name: str, sizes: int | tuple[int, ...]) -> tuple[int, int, int]:

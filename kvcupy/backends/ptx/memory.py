@@ -111,6 +111,16 @@ class Buffer:
         flag = array.flags.writeable if writable is None else writable
         return cls(array.ctypes.data, array.nbytes, flag, defined, name)
 
+    def joined(self, other: Buffer) -> Buffer:
+        """One buffer for this and an overlapping one that starts no earlier. Raises ValueError if either
+        has marks of undefined bytes, which belong to it alone."""
+        if self is other:
+            return self
+        if self.storage.marks is not None or other.storage.marks is not None or isinstance(other, SparseBuffer):
+            raise ValueError(f"undefined buffers must not overlap: {self.name} and {other.name} do")
+        end = max(self.address + self.nbytes, other.address + other.nbytes)
+        return Buffer(self.address, end - self.address, self.writable or other.writable, name=self.name)
+
     def locate(self, addresses: Array) -> Array:
         """Where addresses inside this buffer lie in its storage, in bytes."""
         return addresses - (self.address - self._skew)
@@ -188,15 +198,16 @@ class OutOfBounds(Exception):
 
 
 class GlobalMemory:
-    """The buffers of a launch, found by address."""
+    """The buffers of a launch, found by address. Views of one array that overlap are one buffer here."""
 
     def __init__(self, buffers: Iterable[Buffer]) -> None:
-        self.buffers = sorted((buffer for buffer in buffers if buffer.nbytes), key=lambda buffer: buffer.address)
+        self.buffers: list[Buffer] = []
+        for buffer in sorted((each for each in buffers if each.nbytes), key=lambda each: each.address):
+            if self.buffers and buffer.address < self.buffers[-1].address + self.buffers[-1].nbytes:
+                buffer = self.buffers.pop().joined(buffer)
+            self.buffers.append(buffer)
         self._starts = np.array([buffer.address for buffer in self.buffers], np.int64)
         self._ends = np.array([buffer.address + buffer.nbytes for buffer in self.buffers], np.int64)
-        for one, other in zip(self.buffers, self.buffers[1:], strict=False):
-            if one.address + one.nbytes > other.address:
-                raise ValueError(f"buffers must not overlap: {one.name} and {other.name} do")
 
     def find(self, addresses: Array, nbytes: int | Array) -> list[tuple[Buffer, Array | None]]:
         """The buffers that hold these accesses, each with the positions it holds, or None for all of them.

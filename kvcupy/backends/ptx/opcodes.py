@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvcupy.backends.ptx import access, bitwise, convert, floating, integer, tensor, warp
-from kvcupy.backends.ptx.assemble import Assembler, Op, Read, Step, Unsupported
+from kvcupy.backends.ptx import access, async_copy, atomics, bitwise, convert, floating, integer, tensor, warp
+from kvcupy.backends.ptx.assemble import Assembler, Op, Read, Step, Unsupported, check_defined
 from kvcupy.backends.ptx.chunk import Chunk, Lanes
 from kvcupy.backends.ptx.parse import Imm, Instruction, Sym
 from kvcupy.backends.ptx.types import Array
@@ -13,9 +13,9 @@ from kvcupy.backends.ptx.warp import bits_per_warp
 
 __all__ = ["build"]
 
-_STEPS = {**access.BUILD, **warp.BUILD, **tensor.BUILD}
+_STEPS = {**access.BUILD, **atomics.BUILD, **async_copy.BUILD, **warp.BUILD, **tensor.BUILD}
 _VALUES = {**bitwise.BUILD, **convert.BUILD, **integer.BUILD}
-_NOTHING = frozenset(["membar", "fence", "prefetch", "prefetchu", "applypriority", "discard", "nanosleep"])
+_NOTHING = frozenset(["prefetch", "prefetchu", "applypriority", "discard", "nanosleep", "griddepcontrol"])
 _WARP = frozenset(["shfl", "vote", "redux", "match", "activemask"])
 
 
@@ -58,6 +58,8 @@ def build(assembler: Assembler, ins: Instruction) -> Op:
         op.kind, op.run, op.members = "sync", _sync_warp, assembler.read(ins.operands[0], "b32")
     elif base in ("bar", "barrier"):
         _barrier(assembler, ins, op)
+    elif base in ("membar", "fence"):
+        op.run = _fence(assembler, ins)
     elif base in _NOTHING:
         op.run = _nothing
     elif base == "trap":
@@ -82,7 +84,15 @@ def _members(assembler: Assembler, ins: Instruction) -> Read:
 
 
 def _nothing(chunk: Chunk, lanes: Lanes) -> None:
-    """Fences order memory between threads; here all threads see one memory."""
+    """Hints to caches and schedulers."""
+
+
+def _fence(assembler: Assembler, ins: Instruction) -> Step:
+    """All threads here see one memory; but whether a block passed a fence decides what its atomics order."""
+    if not ins.has("gl", "gpu", "sys"):
+        return _nothing
+    position = assembler.position
+    return lambda chunk, lanes: chunk.launch.order.fence(chunk.block_of[lanes.ids], position)
 
 
 def _trap(ins: Instruction) -> Step:
@@ -110,11 +120,12 @@ def _barrier(assembler: Assembler, ins: Instruction, op: Op) -> None:
     destination, number, *count, predicate = operands
     op.barrier = assembler.read(number, "u32"), assembler.read(count[0], "u32") if count else None
     mode = ins.one_of("popc", "and", "or")
-    read = assembler.read(predicate, "pred")
+    read, read_marks = assembler.read(predicate, "pred"), assembler.read_marks(predicate, "pred")
     write = assembler.write(destination, ins.parts[-1])
     clear = assembler.write_marks(destination, ins.parts[-1])
 
     def reduce(chunk: Chunk, lanes: Lanes) -> None:
+        check_defined(chunk, lanes, read_marks(chunk, lanes), ins, "as a condition")
         blocks = chunk.slot_of[lanes.ids]
         yes, here = (_per_block(chunk, lanes, truth) for truth in (read(chunk, lanes), True))
         result = {"popc": yes, "and": yes == here, "or": yes != 0}[mode or ""]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
+from functools import cached_property
 
 from kvcupy.backends.ptx.parse import Line
 from kvcupy.errors import KVCupyError
@@ -65,26 +65,39 @@ class Counts:
     bank_conflicts: int = 0
 
     def add(self, other: Counts) -> None:
-        for each in fields(self):
-            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+        for name in _NAMES:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
-@dataclass
+_NAMES = tuple(each.name for each in fields(Counts))
+
+
+@dataclass(frozen=True)
 class Report:
-    """Counts of a launch, in all, per source line, and warp instructions per class of opcode."""
+    """What a launch counted. rows: one per executed instruction, with its source line and its class of opcode."""
 
     kernel: str
-    total: Counts = field(default_factory=Counts)
-    lines: dict[Line, Counts] = field(default_factory=dict)
-    classes: dict[str, int] = field(default_factory=dict)
+    rows: list[tuple[Line, str, Counts]]
 
-    @classmethod
-    def of(cls, kernel: str, instructions: Iterable[tuple[Line, str, Counts]]) -> Report:
-        """Sum over the instructions of a kernel, each with its line, its class and its counts."""
-        report = cls(kernel)
-        for line, kind, counts in instructions:
-            if counts.instructions:
-                report.total.add(counts)
-                report.lines.setdefault(line, Counts()).add(counts)
-                report.classes[kind] = report.classes.get(kind, 0) + counts.instructions
-        return report
+    @cached_property
+    def total(self) -> Counts:
+        total = Counts()
+        for _, _, counts in self.rows:
+            total.add(counts)
+        return total
+
+    @cached_property
+    def lines(self) -> dict[Line, Counts]:
+        """Per line of the CUDA source."""
+        lines: dict[Line, Counts] = {}
+        for line, _, counts in self.rows:
+            lines.setdefault(line, Counts()).add(counts)
+        return lines
+
+    @cached_property
+    def classes(self) -> dict[str, int]:
+        """Warp instructions per class of opcode: "f32", "global", "tensor", ..."""
+        classes: dict[str, int] = {}
+        for _, kind, counts in self.rows:
+            classes[kind] = classes.get(kind, 0) + counts.instructions
+        return classes

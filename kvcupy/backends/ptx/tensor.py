@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcupy.backends.ptx.access import Site, read_shared
+from kvcupy.backends.ptx.access import Site, read_memory
 from kvcupy.backends.ptx.assemble import Assembler, Read, ReadMarks, Step, Unsupported
 from kvcupy.backends.ptx.chunk import Chunk, Lanes
 from kvcupy.backends.ptx.parse import Instruction, Operand, Vec
@@ -20,9 +20,6 @@ from kvcupy.backends.ptx.rounding import narrow
 from kvcupy.backends.ptx.types import Array, DType, dtype_of, width_of
 
 __all__ = ["BUILD"]
-
-_LANE = np.arange(32)
-_G, _T = _LANE >> 2, _LANE & 3
 
 
 def load_matrix(assembler: Assembler, ins: Instruction) -> Step:
@@ -48,7 +45,7 @@ def load_matrix(assembler: Assembler, ins: Instruction) -> Step:
 
     def step(chunk: Chunk, lanes: Lanes) -> None:
         givers = (lanes.ids & 31) < 8 * count
-        rows, marks = read_shared(chunk, lanes.select(givers), addresses(chunk, lanes)[givers], 16, site)
+        rows, marks = read_memory(chunk, lanes.select(givers), "shared", addresses(chunk, lanes)[givers], 16, site)
         for write, value in zip(writes, spread(rows), strict=True):
             write(chunk, lanes, value)
         if chunk.marks or marks is not None:
@@ -89,35 +86,37 @@ class _Fragment:
 
 
 def _matrix_a(parts: Sequence[Array]) -> Array:
-    n = parts[0].shape[2]
-    rows = np.zeros((len(parts[0]), 16, 2 * n * len(parts)))
+    """[warp, 16, depth] from one array [warp, lane, element] per register."""
+    warps, _, n = parts[0].shape
+    matrix = np.empty((warps, 2, 8, len(parts) // 2 or 1, 4, n))  # [warp, row half, g, column part, t, element]
     for i, part in enumerate(parts):
-        for e in range(n):
-            rows[:, _G + 8 * (i & 1), _T * n + e + 4 * n * (i >> 1)] = part[:, :, e]
-    return rows
+        matrix[:, i & 1, :, i >> 1] = part.reshape(warps, 8, 4, n)
+    return matrix.reshape(warps, 16, -1)
 
 
 def _matrix_b(parts: Sequence[Array]) -> Array:
-    n = parts[0].shape[2]
-    columns = np.zeros((len(parts[0]), 4 * n * len(parts), 8))
+    """[warp, depth, 8]"""
+    warps, _, n = parts[0].shape
+    matrix = np.empty((warps, len(parts), 4, n, 8))  # [warp, row part, t, element, g]
     for i, part in enumerate(parts):
-        for e in range(n):
-            columns[:, _T * n + e + 4 * n * i, _G] = part[:, :, e]
-    return columns
+        matrix[:, i] = part.reshape(warps, 8, 4, n).transpose(0, 2, 3, 1)
+    return matrix.reshape(warps, -1, 8)
 
 
 def _matrix_c(parts: Sequence[Array]) -> Array:
-    """Four registers of one element, or two of two."""
-    n = parts[0].shape[2]
-    result = np.zeros((len(parts[0]), 16, 8))
+    """[warp, 16, 8] from four registers of one element, or two of two."""
+    warps, _, n = parts[0].shape
+    matrix = np.empty((warps, 2, 8, 4, 2))  # [warp, row half, g, t, element]
     for i in range(4):
-        result[:, _G + 8 * (i >> 1), _T * 2 + (i & 1)] = parts[i // n][:, :, i % n]
-    return result
+        matrix[:, i >> 1, :, :, i & 1] = parts[i // n][:, :, i % n].reshape(warps, 8, 4)
+    return matrix.reshape(warps, 16, 8)
 
 
 def _fragment_c(matrix: Array, n: int) -> list[Array]:
-    values = [matrix[:, _G + 8 * (i >> 1), _T * 2 + (i & 1)] for i in range(4)]
-    return [np.stack(values[i : i + n], axis=2).reshape(-1, n) for i in range(0, 4, n)]
+    """The other way: [lane of the chunk, element] per register."""
+    values = matrix.reshape(-1, 2, 8, 4, 2)
+    flat = [values[:, i >> 1, :, :, i & 1].reshape(-1) for i in range(4)]
+    return [np.stack(flat[i : i + n], axis=1) for i in range(0, 4, n)]
 
 
 _SHAPES = {"m16n8k8": 8, "m16n8k16": 16, "m16n8k32": 32}
