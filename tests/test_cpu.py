@@ -468,11 +468,11 @@ def test_append_from_any_strides(backend, tokens):
 def test_of_two_tokens_for_one_slot_the_later_stays(backend):
     spec = KVSpec(num_layers=1, num_kv_heads=2, head_dim=128, page_size=16)
     pool = Pool(backend, spec, 2)
-    k = np.arange(4000, dtype=np.float16)[:, None, None] + np.zeros((1, 2, 128), np.float16)
+    k = np.arange(2000, dtype=np.float16)[:, None, None] + np.zeros((1, 2, 128), np.float16)
     for _ in range(20):
-        backend.append(pool.layer, k, -k, np.full(4000, 21, np.int64))
-        assert (pool.rows()[1, 5, :, 0] == 3999).all()
-        assert (pool.rows()[1, 5, :, 1] == -3999).all()
+        backend.append(pool.layer, k, -k, np.full(2000, 21, np.int64))
+        assert (pool.rows()[1, 5, :, 0] == 1999).all()
+        assert (pool.rows()[1, 5, :, 1] == -1999).all()
 
 
 def test_append_then_decode(backend):
