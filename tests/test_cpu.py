@@ -313,33 +313,9 @@ def test_results_do_not_depend_on_the_number_of_threads(backend, monkeypatch):
     expected_out, expected_lse = case.decode()
     for threads in (1, 2, 3, 97):  # also more than there are units
         monkeypatch.setattr(cpu, "_threads", lambda threads=threads: threads)
-<<<<<<< HEAD
-        results.append(case.decode())
-    for one, other in zip(*results, strict=True):
-        np.testing.assert_array_equal(one, other)
-    from kvcupy.backends.cpu import kernels  # shares may also outnumber the units
-
-    out, lse = np.full_like(results[0][0], np.nan), np.full_like(results[0][1], np.nan)
-    monkeypatch.setattr(cpu, "_threads", lambda: 97)
-    monkeypatch.setattr(kernels, "decode", _shares_one_by_one(kernels))
-    out, lse = case.decode()
-    np.testing.assert_array_equal(out, results[0][0])
-    np.testing.assert_array_equal(lse, results[0][1])
-
-
-def _shares_one_by_one(kernels: Any) -> Any:
-    def decode(threads, element, layer, work, q, table, addresses, scores, sums, state, out, lse):
-        for thread in range(threads):
-            kernels.decode_share(thread, threads, element, layer, work, q, table, addresses, scores, sums, state)
-        for thread in range(threads):
-            kernels.merge_share(thread, threads, layer, work, sums, state, out, lse)
-
-    return decode
-=======
         out, lse = case.decode()
         np.testing.assert_array_equal(out, expected_out)
         np.testing.assert_array_equal(lse, expected_lse)
->>>>>>> cpu
 
 
 # --- Threads and processes ---
