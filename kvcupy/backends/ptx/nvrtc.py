@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvcupy.errors import DeviceUnavailable, KVCupyError
 
-__all__ = ["CompileError", "compile_cubin", "compile_ptx", "include_folder"]
+__all__ = ["CompileError", "compile_cubin", "compile_ptx", "include_folder", "version"]
 
 SOURCE_NAME = "kernel.cu"
 """What the compiler calls a source before its first #line."""
@@ -54,6 +54,13 @@ def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(str(_first(patterns, "nvidia-cuda-nvrtc-cu12")))
     library.nvrtcGetErrorString.restype = ctypes.c_char_p
     return library
+
+
+def version() -> str:
+    """The compiler's version, such as "12.9". Raises DeviceUnavailable where its wheel is missing."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return f"{major.value}.{minor.value}"
 
 
 class _Program:
