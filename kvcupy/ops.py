@@ -8,12 +8,14 @@ would copy them to the host. The kernels are memory-safe either way.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import wraps
 from numbers import Real
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from kvcupy.backends import Backend, backend_of
+from kvcupy.backends import Backend, backend_of, get_backend
 from kvcupy.backends.base import STORAGE_DTYPES, Array
 from kvcupy.pool import LayerPool
 
@@ -22,7 +24,25 @@ __all__ = ["append", "decode_attention", "gather", "merge_states"]
 _BFLOAT16 = STORAGE_DTYPES["bfloat16"]
 _FLOATS = (*STORAGE_DTYPES.values(), np.dtype(np.float64))
 
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
+
+def _on_device_of_pool(operation: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """With several GPUs, conversions happen where the pool is, whichever GPU is current."""
+
+    @wraps(operation)
+    def run(*arguments: _Arguments.args, **options: _Arguments.kwargs) -> _Result:
+        pool = next((each for each in (*arguments, *options.values()) if isinstance(each, LayerPool)), None)
+        if pool is None:
+            raise TypeError("pool must be a LayerPool: one layer, such as pool[0] of a KVPool")
+        with pool.backend.current():
+            return operation(*arguments, **options)
+
+    return run
+
+
+@_on_device_of_pool
 def append(k: Any, v: Any, pool: LayerPool, slot_mapping: Any, *, check: bool = True) -> None:
     """Store K and V of new tokens in a layer. Writes the pool, nothing else.
 
@@ -44,7 +64,7 @@ def append(k: Any, v: Any, pool: LayerPool, slot_mapping: Any, *, check: bool = 
         raise ValueError(
             f"k and v must have a token for each of {slots.shape[0]} slots, got {rows[0].shape[0]} tokens"
         )
-    if check and slots.size:
+    if _checking(backend, check) and slots.size:
         host = backend.tonumpy(slots)
         bad = np.flatnonzero((host < -1) | (host >= pool.num_slots))
         if bad.size:
@@ -55,6 +75,7 @@ def append(k: Any, v: Any, pool: LayerPool, slot_mapping: Any, *, check: bool = 
     backend.append(pool.layer, *rows, slots)
 
 
+@_on_device_of_pool
 def decode_attention(
     q: Any,
     pool: LayerPool,
@@ -108,7 +129,7 @@ def decode_attention(
         counts = _whole_numbers(backend, "query_lens", query_lens, (batch,), np.dtype(np.int32))
     elif query_tokens != batch:
         raise ValueError(f"q must have one token for each of {batch} sequences, got {query_tokens}")
-    if check:
+    if _checking(backend, check):
         host_counts = None if counts is None else backend.tonumpy(counts)
         _check_lengths(backend.tonumpy(table), backend.tonumpy(lengths), host_counts, query_tokens, pool)
 
@@ -116,7 +137,7 @@ def decode_attention(
         result = target = backend.empty(queries.shape, queries.dtype)
     else:
         result = out
-        target = backend.asarray(out)
+        target = backend.in_place("out", out)
         if target.dtype == np.uint16 and bits:
             target = target.view(_BFLOAT16)
         if target.shape != queries.shape or target.dtype != queries.dtype:
@@ -138,6 +159,7 @@ def decode_attention(
     return (result, lse) if return_lse else result
 
 
+@_on_device_of_pool
 def gather(pool: LayerPool, slots: Any, *, check: bool = True) -> tuple[Array, Array]:
     """K and V of tokens as stored: two arrays [tokens, num_kv_heads, head_dim] of the pool's element type.
 
@@ -145,7 +167,7 @@ def gather(pool: LayerPool, slots: Any, *, check: bool = True) -> tuple[Array, A
     """
     backend, spec = pool.backend, pool.spec
     wanted = _whole_numbers(backend, "slots", slots, (None,), np.dtype(np.int64))
-    if check and wanted.size:
+    if _checking(backend, check) and wanted.size:
         host = backend.tonumpy(wanted)
         if host.min() < 0 or host.max() >= pool.num_slots:
             raise ValueError(f"slots must be 0 to {pool.num_slots - 1}, got values from {host.min()} to {host.max()}")
@@ -155,14 +177,15 @@ def gather(pool: LayerPool, slots: Any, *, check: bool = True) -> tuple[Array, A
     return k, v
 
 
-def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Array, Array]:
+def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *, device: str | None = None) -> tuple[Array, Array]:
     """Attention over the union of two disjoint sets of tokens, from the results over each set.
 
     out_a, out_b: [..., head_dim] of one type; lse_a, lse_b: float32 [...], natural log.
     out = (e^a·out_a + e^b·out_b) / (e^a + e^b) and lse = ln(e^a + e^b); an empty set is (0, -inf).
+    device: where they lie; found out from the type of out_a if not given.
     Returns (out, lse), new arrays.
     """
-    backend = backend_of(out_a)
+    backend = backend_of(out_a) if device is None else get_backend(device)
     a, b = backend.asarray(out_a), backend.asarray(out_b)
     if a.dtype not in STORAGE_DTYPES.values() or a.dtype != b.dtype:
         raise TypeError(f"out_a and out_b must share one of {', '.join(STORAGE_DTYPES)}, got {a.dtype} and {b.dtype}")
@@ -184,6 +207,12 @@ def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Array,
 
 
 # Checks
+
+
+def _checking(backend: Backend, check: bool) -> bool:
+    if check and backend.capturing():
+        raise ValueError("check must be False while a CUDA graph is captured: it copies lengths and ids to the host")
+    return check
 
 
 def _contiguous(array: Array) -> Array:

@@ -54,7 +54,7 @@ class LayerPool:
         if spec.dtype not in STORAGE_DTYPES:
             raise ValueError(f"spec.dtype must be one of {', '.join(STORAGE_DTYPES)} to wrap, got {spec.dtype}")
         backend = backend_of(data) if device is None else get_backend(device)
-        array = backend.asarray(data)
+        array = backend.in_place("data", data)
         _require_element_type(spec, array, raw_allowed=strides is not None)
         sizes = {"head": spec.num_kv_heads, "token": spec.page_size, "kv": 2}
         if strides is None:

@@ -9,6 +9,7 @@ import numpy as np
 from reference import attention
 
 from kvcupy import KVPool, KVSpec, LayerPool, append
+from kvcupy.backends import get_backend
 from kvcupy.backends.base import STORAGE_DTYPES
 
 Array = np.ndarray[Any, Any]
@@ -16,6 +17,21 @@ Array = np.ndarray[Any, Any]
 TOLERANCE = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 8e-3}
 """Relative to the largest value in sight. float32: accumulation order. Half types: rounding of the result to
 q's type, 2^-11 and 2^-8, twice over."""
+
+
+def on_device(device: str, array: Array) -> Any:
+    """The array in a device's memory, where kernels may write it."""
+    return get_backend(device).asarray(array)
+
+
+def host(array: Any) -> Array:
+    """The array in host memory, from whatever device."""
+    return array.get() if hasattr(array, "get") else np.asarray(array)
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    """Equal bit by bit, NaN with NaN, wherever they lie."""
+    np.testing.assert_array_equal(host(got), host(expected))
 
 
 def poisoned_pool(spec: KVSpec, num_pages: int, device: str) -> KVPool:
@@ -84,7 +100,7 @@ def make_problem(spec: KVSpec, lengths: list[int], device: str, seed: int = 0, s
 
 def assert_close(got: Array, expected: Array, dtype: str) -> None:
     """Equal within the dtype's tolerance, relative to the largest expected value; infinities must match."""
-    got = np.asarray(got).astype(np.float64)
+    got = host(got).astype(np.float64)
     finite = np.isfinite(expected)
     np.testing.assert_array_equal(np.where(finite, 0, got), np.where(finite, 0, expected))
     assert np.isfinite(got[finite]).all()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
-from problems import Array, assert_close
+from problems import Array, assert_close, assert_same, host
 from reference import attention
 
 from kvcupy import KVCache, KVPool, KVSpec, OutOfPages, StaleStep
@@ -74,13 +74,15 @@ class Mirror:
             assert self.cache.length(sequence) == len(tokens)
             for layer in range(self.spec.num_layers):
                 k, v = self.cache.read(sequence, layer)
-                np.testing.assert_array_equal(k, tokens[:, layer, 0])
-                np.testing.assert_array_equal(v, tokens[:, layer, 1])
+                assert_same(k, tokens[:, layer, 0])
+                assert_same(v, tokens[:, layer, 1])
 
 
 @pytest.mark.parametrize("dtype", list(STORAGE_DTYPES))
 @pytest.mark.parametrize("layout", ["interleaved", "token_major", "hnd", "nhd"])
 def test_a_life_of_ragged_steps(device: str, dtype: str, layout: str) -> None:
+    if device == "ptx" and dtype != "float16" and layout != "interleaved":
+        pytest.skip("each dtype once and each layout once, to save time")
     spec = KVSpec(num_layers=3, num_kv_heads=3, head_dim=20, page_size=16, dtype=dtype, layout=layout, row_align=64)
     mirror = Mirror(40, device, spec)
     a, b = mirror.add(), mirror.add()
@@ -122,8 +124,8 @@ def test_bug_B05_freed_pages_belong_to_their_new_owner(device: str) -> None:
     mirror.extend({newcomer: 30})
     before = mirror.cache.pool.data.copy()
     step = mirror.extend(dict.fromkeys(sequences[:2], 1))
-    changed = np.argwhere((before != mirror.cache.pool.data).any(axis=2))
-    pages = {int(slot) // 4 for slot in np.asarray(step.slot_mapping)}
+    changed = np.argwhere(host(before != mirror.cache.pool.data).any(axis=2))
+    pages = {int(slot) // 4 for slot in host(step.slot_mapping)}
     assert {int(page) for _, page in changed} == pages
     mirror.check()
 
@@ -168,7 +170,7 @@ def test_stale_steps_are_refused(device: str, change: str) -> None:
     ):
         with pytest.raises(StaleStep):
             call()
-    np.testing.assert_array_equal(mirror.cache.pool.data, before)
+    assert_same(mirror.cache.pool.data, before)
 
 
 def test_running_out_changes_nothing(device: str) -> None:
@@ -178,7 +180,7 @@ def test_running_out_changes_nothing(device: str) -> None:
     before = mirror.cache.pool.data.copy(), mirror.cache.stats()
     with pytest.raises(OutOfPages, match="2 needed, 1 free"):
         mirror.cache.reserve({a: 1, b: 1})
-    np.testing.assert_array_equal(mirror.cache.pool.data, before[0])
+    assert_same(mirror.cache.pool.data, before[0])
     assert mirror.cache.stats() == before[1]
     mirror.check_decode(step, 1)
 
@@ -188,9 +190,9 @@ def test_step_says_where_things_are(device: str) -> None:
     a, b = cache.add(), cache.add()
     step = cache.reserve({b: 5, a: 2})
     assert (step.sequences, step.counts) == ((b, a), (5, 2))
-    np.testing.assert_array_equal(step.seq_lens, np.array([5, 2], np.int32))
-    np.testing.assert_array_equal(step.page_table, np.array([[0, 1], [2, -1]], np.int32))
-    np.testing.assert_array_equal(step.slot_mapping, np.array([0, 1, 2, 3, 4, 8, 9]))
+    assert_same(step.seq_lens, np.array([5, 2], np.int32))
+    assert_same(step.page_table, np.array([[0, 1], [2, -1]], np.int32))
+    assert_same(step.slot_mapping, np.array([0, 1, 2, 3, 4, 8, 9]))
     assert (step.page_table.dtype, step.slot_mapping.dtype) == (np.int32, np.int64)
 
 
@@ -233,7 +235,7 @@ def test_bug_B40_memory_is_never_exceeded(device: str) -> None:
 
 
 def test_devices_are_asked_for_by_name() -> None:
-    with pytest.raises(ValueError, match="device must be one of auto, cpu"):
+    with pytest.raises(ValueError, match="device must be one of auto, cpu, cuda, ptx, got 'gpu'"):
         KVCache(SPEC, num_pages=1, device="gpu")
 
 

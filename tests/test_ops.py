@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from problems import Array, Problem, assert_close, make_problem, poisoned_pool
+from problems import Array, Problem, assert_close, assert_same, host, make_problem, on_device, poisoned_pool
 
 from kvcupy import KVSpec, LayerPool, Strides, append, decode_attention, gather, merge_states
 from kvcupy.backends.base import STORAGE_DTYPES
@@ -24,12 +24,12 @@ def small_spec(**changes: Any) -> KVSpec:
 
 def decode(problem: Problem, q: Array, **options: Any) -> Any:
     """decode_attention into an output full of NaN, with lse."""
-    out = np.full_like(q, np.nan)
+    out = problem.pool.backend.asarray(np.full_like(q, np.nan))
     result, lse = decode_attention(
         q, problem.pool, problem.page_table, problem.seq_lens, out=out, return_lse=True, **options
     )
     assert result is out
-    return out, lse
+    return host(out), host(lse)
 
 
 def check(problem: Problem, q: Array, dtype: str = "float32", query_lens: list[int] | None = None) -> None:
@@ -44,6 +44,8 @@ def check(problem: Problem, q: Array, dtype: str = "float32", query_lens: list[i
 
 @pytest.mark.parametrize("seed", range(60))
 def test_decode_of_random_shapes(device: str, seed: int) -> None:
+    if device == "ptx" and seed % 2:
+        pytest.skip("every other shape, to save time")
     rng = np.random.default_rng(seed)
     spec = small_spec(
         num_kv_heads=int(rng.integers(1, 5)),
@@ -163,7 +165,7 @@ def test_unchecked_calls_stay_inside_the_pool(device: str) -> None:
     assert_close(out, problem.expected(q)[0], "float32")
     before = problem.pool.array.copy()
     append(*np.ones((2, 4, 2, 32), np.float16), problem.pool, [-5, -1, problem.pool.num_slots, 2**62], check=False)
-    np.testing.assert_array_equal(problem.pool.array, before)
+    assert_same(problem.pool.array, before)
 
 
 # append and gather
@@ -181,7 +183,7 @@ def test_append_writes_its_slots_and_zero_padding_alone(
     slots = rng.permutation(24)[:7]
     slots[3] = -1
     k, v = (rng.standard_normal((7, 2, 5)).astype(STORAGE_DTYPES[dtype]) for _ in range(2))
-    expected = pool.array.copy()
+    expected = host(pool.array).copy()
     for token, slot in enumerate(slots):
         for head in range(2):
             for kv, source in enumerate((k, v)):
@@ -190,11 +192,11 @@ def test_append_writes_its_slots_and_zero_padding_alone(
                 if slot >= 0:
                     expected.reshape(-1)[offset : offset + spec.row_bytes] = np.frombuffer(row, np.uint8)
     append(k, v, pool, slots)
-    np.testing.assert_array_equal(pool.array, expected)
+    assert_same(pool.array, expected)
     kept = slots >= 0
     for got, want in zip(gather(pool, slots[kept]), (k, v), strict=True):
         assert got.dtype == STORAGE_DTYPES[dtype]
-        np.testing.assert_array_equal(got, want[kept])
+        assert_same(got, want[kept])
 
 
 def test_bug_B06_slot_minus_one_is_skipped(device: str) -> None:
@@ -204,7 +206,7 @@ def test_bug_B06_slot_minus_one_is_skipped(device: str) -> None:
     append(*np.full((2, 16, 1, 8), 7, np.float32), pool, everywhere)
     append(*np.ones((2, 3, 1, 8), np.float32), pool, [-1, 5, -1])
     for stored in gather(pool, everywhere):
-        np.testing.assert_array_equal(stored[:, 0, 0], np.where(everywhere == 5, 1, 7))
+        assert_same(stored[:, 0, 0], np.where(everywhere == 5, 1, 7))
 
 
 @pytest.mark.parametrize("slots", [[0, 24], [0, -2], [2**40, 0]])
@@ -223,7 +225,7 @@ def test_append_rounds_to_the_stored_type(device: str, source: Any, dtype: str) 
     with np.errstate(over="ignore"):
         expected = k.astype(STORAGE_DTYPES[dtype])
     append(k, v, pool, np.arange(5))
-    np.testing.assert_array_equal(gather(pool, np.arange(5))[0], expected)
+    assert_same(gather(pool, np.arange(5))[0], expected)
 
 
 def test_bfloat16_travels_as_uint16(device: str) -> None:
@@ -232,7 +234,7 @@ def test_bfloat16_travels_as_uint16(device: str) -> None:
     q = problem.queries(1, 2, "bfloat16")
     bits = decode_attention(q.view(np.uint16), problem.pool, problem.page_table, problem.seq_lens)
     assert bits.dtype == np.uint16
-    assert_close(bits.view(ml_dtypes.bfloat16), problem.expected(q)[0], "bfloat16")
+    assert_close(host(bits).view(ml_dtypes.bfloat16), problem.expected(q)[0], "bfloat16")
 
 
 def test_bug_B32_strided_inputs_equal_their_copies(device: str) -> None:
@@ -248,20 +250,20 @@ def test_bug_B32_strided_inputs_equal_their_copies(device: str) -> None:
     ]
     for variant in variants:
         append(variant, variant[::-1], problem.pool, problem.slots(0))
-        k, v = gather(problem.pool, problem.slots(0))
-        np.testing.assert_array_equal(k, variant)
-        np.testing.assert_array_equal(v, variant[::-1])
+        k, v = map(host, gather(problem.pool, problem.slots(0)))
+        assert_same(k, variant)
+        assert_same(v, variant[::-1])
     problem.keys[0], problem.values[0] = k, v
     base = problem.rng.standard_normal((2, 32, 4)).astype(np.float32)
     q = base.transpose(0, 2, 1)
     assert_close(decode(problem, q)[0], problem.expected(q)[0], "float32")
-    buffer = np.full((2, 4, 40), 9, np.float32)
+    buffer = on_device(device, np.full((2, 4, 40), 9, np.float32))
     out = buffer[:, :, :32]
     assert decode_attention(q, problem.pool, problem.page_table, problem.seq_lens, out=out) is out
     assert_close(out, problem.expected(q)[0], "float32")
     assert (buffer[:, :, 32:] == 9).all()
     fortran = np.asfortranarray(problem.page_table)
-    np.testing.assert_array_equal(decode_attention(q, problem.pool, fortran, problem.seq_lens), out)
+    assert_same(decode_attention(q, problem.pool, fortran, problem.seq_lens), out)
 
 
 # Memory that the caller owns
@@ -273,32 +275,34 @@ def test_bug_B26_one_layer_of_an_interleaved_buffer(device: str, layout: str) ->
     spec = small_spec(layout=layout, dtype="float32", num_kv_heads=3)
     sizes = {"head": 3, "token": 4, "kv": 2}
     shape = (5, 3, *(sizes[axis] for axis in LAYOUTS[layout]), 40)
-    buffer = np.full(shape, np.nan, np.float32)
+    buffer = on_device(device, np.full(shape, np.nan, np.float32))
     pool = LayerPool.wrap(spec, buffer[:, 1], device=device)
     assert pool.num_pages == 5
     k, v = np.random.default_rng(4).standard_normal((2, 6, 3, 32)).astype(np.float32)
     slots = np.array([0, 3, 4, 7, 18, 19])
     append(k, v, pool, slots)
     for got, want in zip(gather(pool, slots), (k, v), strict=True):
-        np.testing.assert_array_equal(got, want)
+        assert_same(got, want)
+    buffer = host(buffer)
     assert np.isnan(buffer[:, [0, 2]]).all()
     order = [LAYOUTS[layout].index(axis) for axis in ("token", "head", "kv")]
     stored = np.moveaxis(buffer[:, 1], [1 + axis for axis in order], [1, 2, 3]).reshape(20, 3, 2, 40)
-    np.testing.assert_array_equal(stored[slots, :, 0, :32], k)
+    assert_same(stored[slots, :, 0, :32], k)
     assert (stored[slots, :, :, 32:] == 0).all()
 
 
 def test_wrap_by_strides(device: str) -> None:
     """vLLM's [2, pages, page_size, heads, head_dim]: layout nhd with the K and V planes apart."""
     spec = small_spec(layout="nhd", dtype="float16")
-    buffer = np.full((2, 6, 4, 2, 32), np.nan, np.float16)
+    buffer = on_device(device, np.full((2, 6, 4, 2, 32), np.nan, np.float16))
     page = 4 * 2 * 32 * 2
     pool = LayerPool.wrap(spec, buffer, Strides(page=page, head=64, token=128, kv=6 * page), device=device)
     assert pool.num_pages == 6
     k, v = np.random.default_rng(5).standard_normal((2, 3, 2, 32)).astype(np.float16)
     append(k, v, pool, [1, 23, 8])
-    np.testing.assert_array_equal(buffer[0].reshape(24, 2, 32)[[1, 23, 8]], k)
-    np.testing.assert_array_equal(buffer[1].reshape(24, 2, 32)[[1, 23, 8]], v)
+    buffer = host(buffer)
+    assert_same(buffer[0].reshape(24, 2, 32)[[1, 23, 8]], k)
+    assert_same(buffer[1].reshape(24, 2, 32)[[1, 23, 8]], v)
     assert np.isnan(buffer).sum() == buffer.size - k.size * 2
 
 
@@ -308,7 +312,7 @@ def test_wrap_refuses_what_does_not_fit(device: str) -> None:
     def wrap(data: Any, strides: Strides | None = None) -> Any:
         return LayerPool.wrap(spec, data, strides, device=device)
 
-    good = np.zeros((3, 2, 4, 2, 32), np.float16)
+    good = on_device(device, np.zeros((3, 2, 4, 2, 32), np.float16))
     wrap(good)
     with pytest.raises(ValueError, match=re.escape("[pages, head 2, token 4, kv 2, head_dim 32 or more]")):
         wrap(good[:, :, :3])
@@ -317,7 +321,7 @@ def test_wrap_refuses_what_does_not_fit(device: str) -> None:
     with pytest.raises(TypeError, match="data must be float16 for float16, got float32"):
         wrap(good.astype(np.float32))
     with pytest.raises(ValueError, match="contiguous last axis"):
-        wrap(np.zeros((3, 2, 4, 2, 64), np.float16)[..., ::2])
+        wrap(on_device(device, np.zeros((3, 2, 4, 2, 64), np.float16))[..., ::2])
     with pytest.raises(ValueError, match=r"strides\.page must be at least \d+ bytes, or rows overlap; got 0"):
         wrap(np.broadcast_to(good[:1], good.shape))
     with pytest.raises(ValueError, match="at least one page"):
@@ -328,6 +332,10 @@ def test_wrap_refuses_what_does_not_fit(device: str) -> None:
         wrap(good, Strides(1024, 512, 64, 64))
     with pytest.raises(ValueError, match="must be one of float32, float16, bfloat16 to wrap"):
         LayerPool.wrap(small_spec(dtype="int8"), good, device=device)
+    if device == "cuda":
+        with pytest.raises(TypeError, match="data must lie in the memory of device cuda, got a NumPy array"):
+            wrap(host(good))
+        return
     frozen = good.copy()
     frozen.flags.writeable = False
     with pytest.raises(ValueError, match="pool must be writable"):
@@ -363,12 +371,12 @@ def test_bug_B31_scales(device: str) -> None:
     given: list[Any] = [0.125, np.float32(0.125), np.float64(0.125), Fraction(1, 8), np.array(0.125)]
     results = [decode(problem, q, scale=scale)[0] for scale in given]
     for result in results[1:]:
-        np.testing.assert_array_equal(result, results[0])
+        assert_same(result, results[0])
     assert_close(results[0], problem.expected(q, scale=0.125)[0], "float32")
-    np.testing.assert_array_equal(decode(problem, q, scale=1)[0], decode(problem, q, scale=1.0)[0])
+    assert_same(decode(problem, q, scale=1)[0], decode(problem, q, scale=1.0)[0])
     for integers in ([7], np.int64([7]), np.uint8([7])):
         problem.seq_lens = integers  # type: ignore[assignment]
-        np.testing.assert_array_equal(decode(problem, q, scale=0.125)[0], results[0])
+        assert_same(decode(problem, q, scale=0.125)[0], results[0])
     for bad in ("1", True, 1j, None.__class__, np.ones(2)):
         with pytest.raises(TypeError, match="scale must be a real number"):
             decode(problem, q, scale=bad)
@@ -384,7 +392,7 @@ def test_bad_arguments_are_named(device: str) -> None:
     problem = make_problem(small_spec(), [3, 9], device)
     pool, table, lengths = problem.pool, problem.page_table, problem.seq_lens
     q, k = problem.queries(2, 2), np.ones((3, 2, 32), np.float16)
-    before = pool.array.copy()
+    before, near = pool.array.copy(), on_device(device, q)
     cases: list[tuple[type[Exception], str, Any]] = [
         (ValueError, "q must have shape", lambda: decode_attention(q[0], pool, table, lengths)),
         (ValueError, "q must have shape", lambda: decode_attention(q[..., :31], pool, table, lengths)),
@@ -402,11 +410,11 @@ def test_bad_arguments_are_named(device: str) -> None:
             "row 0 has 4 query tokens of 3",
             lambda: decode_attention(np.repeat(q, 2, 0), pool, table, lengths, query_lens=[4, 0]),
         ),
-        (ValueError, "out must be float32", lambda: decode_attention(q, pool, table, lengths, out=q[:1])),
+        (ValueError, "out must be float32", lambda: decode_attention(q, pool, table, lengths, out=near[:1])),
         (
             ValueError,
             "out must be float32",
-            lambda: decode_attention(q, pool, table, lengths, out=q.astype(np.float16)),
+            lambda: decode_attention(q, pool, table, lengths, out=near.astype(np.float16)),
         ),
         (ValueError, "k and v must have one shape", lambda: append(k, k[:2], pool, [0, 1, 2])),
         (ValueError, r"k must have shape \[tokens, 2, 32\]", lambda: append(k[:, :1], k, pool, [0, 1, 2])),
@@ -420,7 +428,7 @@ def test_bad_arguments_are_named(device: str) -> None:
     for error, words, call in cases:
         with pytest.raises(error, match=words):
             call()
-    np.testing.assert_array_equal(pool.array, before)
+    assert_same(pool.array, before)
 
 
 # merge_states
@@ -429,11 +437,11 @@ def test_bad_arguments_are_named(device: str) -> None:
 def test_bug_B09_merging_nothing(device: str) -> None:
     zero, value = np.zeros((1, 8), np.float32), np.arange(8, dtype=np.float32)[None]
     none, two = np.array([-np.inf], np.float32), np.array([2.0], np.float32)
-    out, lse = merge_states(zero, none, zero, none)
+    out, lse = merge_states(zero, none, zero, none, device=device)
     assert ((out == 0).all(), lse[0]) == (True, -np.inf)
     for arguments in ((zero, none, value, two), (value, two, zero, none)):
-        out, lse = merge_states(*arguments)
-        np.testing.assert_array_equal(out, value)
+        out, lse = merge_states(*arguments, device=device)
+        assert_same(out, value)
         assert lse[0] == 2.0
 
 
@@ -448,7 +456,7 @@ def test_merging_two_halves_is_the_whole(device: str, dtype: str) -> None:
         pages = problem.page_table[row, length // 4 : -(-int(problem.seq_lens[row]) // 4)]
         rest[row, : len(pages)] = pages
     second = decode_attention(q, problem.pool, rest, problem.seq_lens - lengths, return_lse=True)
-    out, lse = merge_states(*first, *second)
+    out, lse = merge_states(*first, *second, device=device)
     expected_out, expected_lse = problem.expected(q)
     assert out.dtype == q.dtype
     assert_close(out, expected_out, dtype)

@@ -7,6 +7,7 @@ and slots it is given: a length is clamped to its table row, a page id or slot o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,18 @@ class Backend(ABC):
 
     name: str
 
+    def on(self, number: int | None = None) -> Backend:
+        """The backend of one of several like devices, by number; None: the caller's current one."""
+        return self
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Inside, this device is the current one of its array library, whichever was before."""
+        return nullcontext()
+
+    def capturing(self) -> bool:
+        """Whether launches are being captured into a graph instead of run."""
+        return False
+
     @abstractmethod
     def describe(self) -> str:
         """The device in one line: model, cores or multiprocessors."""
@@ -61,6 +74,13 @@ class Backend(ABC):
     @abstractmethod
     def asarray(self, array: Any) -> Array:
         """The array in this device's memory, without a copy where it is there already."""
+
+    def in_place(self, name: str, array: Any) -> Array:
+        """The array in this device's memory, never a copy: for what will be written. Raises TypeError."""
+        seen = self.asarray(array)
+        if isinstance(array, np.ndarray) and not isinstance(seen, np.ndarray):
+            raise TypeError(f"{name} must lie in the memory of device {self.name}, got a NumPy array")
+        return seen
 
     @abstractmethod
     def tonumpy(self, array: Array) -> np.ndarray[Any, Any]:
