@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import platform
@@ -114,6 +115,7 @@ class CpuBackend(Backend):
         heads = layer.spec.num_kv_heads
         page_table = _as_kernels_take(page_table, np.int32)
         work = _work(page_table, seq_lens, query_lens, layer.spec.page_size, heads)
+        assert len(work.tokens) == rows, "query_lens must add up to the query tokens"
         # Scores in base 2: exp2 is cheaper than exp.
         scaled = np.ascontiguousarray(q, np.float32) * np.float32(scale * np.log2(np.e))
         direct = out.dtype == np.float32 and out.flags.carray
@@ -142,13 +144,15 @@ class CpuBackend(Backend):
 
     def _scratch(self, *shapes: tuple[int, ...]) -> list[Array]:
         """float32 arrays of undefined content in a workspace that is kept and grows."""
-        ends = np.cumsum([int(np.prod(shape)) for shape in shapes])
-        if ends[-1] > self._workspace.size:
-            self._workspace = np.empty(ends[-1], np.float32)
-        return [
-            part.reshape(shape)
-            for part, shape in zip(np.split(self._workspace[: ends[-1]], ends[:-1]), shapes, strict=True)
-        ]
+        total = sum(map(math.prod, shapes))
+        if total > self._workspace.size:
+            self._workspace = np.empty(total, np.float32)
+        arrays, start = [], 0
+        for shape in shapes:
+            stop = start + math.prod(shape)
+            arrays.append(self._workspace[start:stop].reshape(shape))
+            start = stop
+        return arrays
 
     def copy_pages(self, data: Array, sources: Array, destinations: Array) -> None:
         pages = range(data.shape[1])
@@ -231,13 +235,14 @@ def _inputs(k: Array, v: Array) -> Array:
 
 def _work(page_table: Array, seq_lens: Any, query_lens: Any, page_size: int, heads: int) -> kernels.Work:
     """Each query token as a row of its own: the sequence it reads, and how many tokens of it."""
-    tokens = np.clip(_as_kernels_take(seq_lens, np.int64), 0, page_table.shape[1] * page_size)
+    tokens = np.minimum(_as_kernels_take(seq_lens, np.int64), page_table.shape[1] * page_size)
     sequences = np.arange(len(tokens), dtype=np.int64)
     if query_lens is not None:
         counts = _as_kernels_take(query_lens, np.int64)
         sequences = np.repeat(sequences, counts)
         ends = np.cumsum(counts)[sequences]
-        tokens = np.maximum(tokens[sequences] - ends + 1 + np.arange(len(sequences)), 0)
+        tokens = tokens[sequences] - ends + 1 + np.arange(len(sequences))
+    tokens = np.maximum(tokens, 0)
     units = np.zeros(len(tokens) + 1, np.int64)
     positions = np.zeros(len(tokens) + 1, np.int64)
     np.cumsum(-(-tokens // kernels.SPLIT) * heads, out=units[1:])

@@ -56,8 +56,15 @@ _intrinsic = cast(Callable[[Callable[..., Any]], Any], intrinsic)
 
 def _jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Compile at the first call, keep the result on disk, and let other Python threads run meanwhile."""
-    options |= {"cache": True, "nogil": True, "error_model": "numpy"}
-    return cast(Callable[[Callable[..., Any]], Any], njit(**options))
+    options |= {"nogil": True, "error_model": "numpy"}
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        try:
+            return njit(cache=True, **options)(function)
+        except RuntimeError:  # no folder where Numba could keep it
+            return njit(**options)(function)
+
+    return decorate
 
 
 # 2**x on [-0.5, 0.5], highest power first, within 3e-9: least squares at Chebyshev points.
