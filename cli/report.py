@@ -131,7 +131,8 @@ def _in_words(result: ExperimentResult, spec: KVSpec) -> str:
         )
     else:
         sentences.append(
-            f"Padding costs {padded.padding_waste:.1%} of the memory; padded rows {_compare(padded, paged)} unpadded ones."
+            f"Padding costs {padded.padding_waste:.1%} of the memory; padded rows {_compare(padded, paged)} "
+            "unpadded ones."
         )
     return " ".join(sentences)
 
