@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from kvcupy.cli import info, simulate, verify
+from kvcupy.cli import bench, info, simulate, verify
 from kvcupy.errors import KVCupyError
 
 __all__ = ["app", "main", "run"]
@@ -23,6 +23,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("simulate")(simulate.simulate)
+app.command("bench")(bench.bench)
 app.command("verify")(verify.verify)
 app.command("info")(info.info)
 

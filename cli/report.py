@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kvcupy.backends.base import Cost
 from kvcupy.simulate.engine import Percentiles, Replay
 from kvcupy.simulate.experiment import ExperimentResult, Row
 from kvcupy.simulate.gpus import GPU
@@ -49,8 +50,8 @@ def _bytes(number: float) -> str:
     return f"{number:.3g} {units[0]}"
 
 
-def _gb_per_s(number: float) -> str:
-    return f"{number / 1e9:.1f}"
+def _gb_per_s(number: float | None) -> str:
+    return "-" if number is None else f"{number / 1e9:.1f}"
 
 
 # The experiment
@@ -71,21 +72,24 @@ def experiment_json(result: ExperimentResult) -> dict[str, Any]:
 def print_experiment(result: ExperimentResult, title: str, spec: KVSpec) -> None:
     console.print(f"Executed on {result.device}: {result.device_description}", markup=False)
     console.print(f"{title}, {spec.dtype}, {spec.layout}, pages of {spec.page_size}", markup=False)
+    lengths = f"{len(result.lengths)} sequences of {min(result.lengths)} to {max(result.lengths)} tokens"
+    timed = result.read_bandwidth_bytes_per_s is not None
     console.print(
-        f"{len(result.lengths)} sequences of {min(result.lengths)} to {max(result.lengths)} tokens; working set "
-        f"{_bytes(result.working_set_bytes)}; memory reads at {_gb_per_s(result.read_bandwidth_bytes_per_s)} GB/s",
+        f"{lengths}; working set {_bytes(result.working_set_bytes)}; memory reads at "
+        f"{_gb_per_s(result.read_bandwidth_bytes_per_s)} GB/s"
+        if timed
+        else f"{lengths}; counted, not timed",
         markup=False,
     )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("strategy")
-    for column in ("KV\nGB/s", "of\nread", "tokens\n/s", "bytes\n/token", "pad\nwaste", "int.\nfrag.", "ext.\nfrag."):
+    measured = ("KV\nGB/s", "of\nread", "tokens\n/s") if timed else ("sectors", "bytes\nmoved", "warp\ninstr.")
+    for column in (*measured, "bytes\n/token", "pad\nwaste", "int.\nfrag.", "ext.\nfrag."):
         table.add_column(column, justify="right")
     for row in result.rows:
         table.add_row(
             row.strategy,
-            _gb_per_s(row.kv_bandwidth_bytes_per_s),
-            f"{row.share_of_read_bandwidth:.0%}",
-            f"{row.tokens_per_s:.1f}",
+            *_measured(row),
             f"{row.bytes_per_token:,}",
             f"{row.padding_waste:.1%}",
             f"{row.internal_fragmentation:.1%}",
@@ -95,13 +99,26 @@ def print_experiment(result: ExperimentResult, title: str, spec: KVSpec) -> None
     console.print(_in_words(result, spec), markup=False)
 
 
+def _measured(row: Row) -> tuple[str, str, str]:
+    if row.bytes_moved is not None:
+        return f"{row.sectors:,}", _bytes(row.bytes_moved), f"{row.warp_instructions:,}"
+    return (
+        _gb_per_s(row.kv_bandwidth_bytes_per_s),
+        f"{row.share_of_read_bandwidth:.0%}",
+        f"{row.tokens_per_s:.1f}",
+    )
+
+
 def _in_words(result: ExperimentResult, spec: KVSpec) -> str:
     rows = {row.strategy: row for row in result.rows}
     contiguous, paged = rows["contiguous"], rows["paged"]
     padded = rows["paged + padding"]
+    if paged.bytes_moved is None:
+        cost = f"at {paged.share_of_read_bandwidth:.0%} of what this machine's memory delivers to a plain sum"
+    else:
+        cost = f"append and decode move {paged.bytes_moved / paged.kv_bytes:.2f} bytes for each byte of K and V"
     sentences = [
-        f"Decode reads every stored K and V for each token: here at {paged.share_of_read_bandwidth:.0%} of what "
-        "this machine's memory delivers to a plain sum.",
+        f"Decode reads every stored K and V for each token: here {cost}.",
         f"Pages {_compare(paged, contiguous)} a contiguous cache. "
         f"In a churn of 2,000 requests, contiguous reservations left {contiguous.internal_fragmentation:.1%} of "
         f"what they held unused and {contiguous.external_fragmentation:.1%} of the free memory out of reach; "
@@ -114,12 +131,16 @@ def _in_words(result: ExperimentResult, spec: KVSpec) -> str:
         )
     else:
         sentences.append(
-            f"Padding costs {padded.padding_waste:.1%} of the memory and {_compare(padded, paged)} unpadded rows."
+            f"Padding costs {padded.padding_waste:.1%} of the memory; padded rows {_compare(padded, paged)} "
+            "unpadded ones."
         )
     return " ".join(sentences)
 
 
 def _compare(row: Row, other: Row) -> str:
+    if row.sectors is not None and other.sectors is not None:
+        return f"move {row.sectors / other.sectors - 1:+.1%} sectors against"
+    assert row.tokens_per_s is not None and other.tokens_per_s is not None
     ratio = row.tokens_per_s / other.tokens_per_s - 1
     if abs(ratio) < 0.05:
         return f"run as fast ({ratio:+.1%} tokens/s) as"
@@ -139,7 +160,15 @@ class ReplayReport:
     gpu: GPU | None
     device: str | None
     measured: Replay | None = None
+    costs: Sequence[Cost] = ()
+    """Of the steps that were executed."""
     modelled: Replay | None = None
+
+    @property
+    def counted(self) -> Cost | None:
+        """The sum of the costs, if they are counts and not seconds."""
+        total = Cost.total(self.costs)
+        return None if total.sectors is None else total
 
 
 def replay_json(report: ReplayReport) -> dict[str, Any]:
@@ -157,7 +186,15 @@ def replay_json(report: ReplayReport) -> dict[str, Any]:
         "trace": report.trace.name,
         "requests_skipped": dict(report.trace.skipped),
         **_figures(first),
+        **dict.fromkeys(("sectors", "bytes_moved", "warp_instructions")),
     }
+    if counted := report.counted:
+        document |= dict.fromkeys(("makespan_s", "tokens_per_s", "ttft_s", "tpot_s"))
+        document |= {
+            "sectors": counted.sectors,
+            "bytes_moved": 32 * (counted.sectors or 0),
+            "warp_instructions": counted.warp_instructions,
+        }
     if report.measured and report.modelled:
         document["modelled_figures"] = _figures(report.modelled)
     return document
@@ -174,7 +211,7 @@ def print_replay(report: ReplayReport) -> None:
     columns: list[tuple[str, Replay]] = []
     if report.measured:
         console.print(f"Executed on {report.device}: the cache's part of each step, no model around it", markup=False)
-        columns.append((f"measured, {report.device}", report.measured))
+        columns.append((f"{'counted' if report.counted else 'measured'}, {report.device}", report.measured))
     if report.gpu and report.modelled:
         console.print(
             f"Modelled for {report.gpu.name}: a roofline of {report.gpu.bandwidth_bytes_per_s / 1e12:.2f} TB/s and "
@@ -196,7 +233,13 @@ def print_replay(report: ReplayReport) -> None:
     for name, _ in columns:
         table.add_column(name, justify="right")
     for label, show in _LINES:
-        table.add_row(label, *(show(replay) for _, replay in columns))
+        cells = [show(replay) for _, replay in columns]
+        if report.counted and label in _TIMES:
+            cells[0] = "-"
+        table.add_row(label, *cells)
+    if counted := report.counted:
+        for label, number in (("sectors of 32 bytes", counted.sectors), ("instructions", counted.warp_instructions)):
+            table.add_row(label, f"{number:,}", *("-" for _ in columns[1:]))
     console.print(table)
     for rejection in columns[0][1].rejections[:3]:
         console.print(f"request {rejection.request} rejected: {rejection.reason}", markup=False)
@@ -209,6 +252,14 @@ def _percentiles(values: Percentiles | None, scale: float, digits: int) -> str:
         return "-"
     return " / ".join(f"{value * scale:.{digits}f}" for value in (values.p50, values.p90, values.p99))
 
+
+_TIMES = (
+    "makespan, s",
+    "tokens/s",
+    "time to first token, ms (p50 / p90 / p99)",
+    "time per output token, ms",
+)
+"""Lines that mean nothing on a device that is not timed."""
 
 _LINES: list[tuple[str, Callable[[Replay], str]]] = [
     ("requests finished", lambda r: f"{r.requests_finished:,}"),

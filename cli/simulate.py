@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvcupy.backends import DEVICES
 from kvcupy.cli import report
 from kvcupy.simulate.gpus import find_gpu
 from kvcupy.simulate.models import ModelPreset, find_model
@@ -19,6 +20,9 @@ MODEL, CACHE, EXPERIMENT, STREAM, RUN = "Model", "Cache", "Experiment", "Request
 DEFAULT_GPU = "h100"
 MODELLED_MEMORY = "40GiB"
 EXECUTED_MEMORY = "2GiB"
+
+PTX_LAYERS = 2
+"""Layers of the experiment's model on `ptx`, where an instruction of a warp takes microseconds."""
 
 
 def _option(panel: str, *names: str, help: str, **settings: Any) -> Any:
@@ -69,11 +73,20 @@ def simulate(
     batch: Annotated[
         int | None,
         _option(
-            EXPERIMENT, "--batch", help="Sequences at once: 8, at most 256 of a stream.", min=1, show_default=False
+            EXPERIMENT,
+            "--batch",
+            help="Sequences at once: 8, on ptx 4; at most 256 of a stream.",
+            min=1,
+            show_default=False,
         ),
     ] = None,
-    context: Annotated[int, _option(EXPERIMENT, "--context", help="Tokens of the longest sequence.", min=1)] = 1024,
-    steps: Annotated[int, _option(EXPERIMENT, "--steps", help="Decode steps that are timed.", min=1)] = 2,
+    context: Annotated[
+        int | None,
+        _option(EXPERIMENT, "--context", help="Tokens of the longest sequence: 1024, on ptx 256.", min=1),
+    ] = None,
+    steps: Annotated[
+        int | None, _option(EXPERIMENT, "--steps", help="Decode steps that are measured: 2, on ptx 1.", min=1)
+    ] = None,
     trace: Annotated[Path | None, _option(STREAM, "--trace", help="Replay recorded requests: a CSV file.")] = None,
     limit: Annotated[int | None, _option(STREAM, "--limit", help="Take the first N requests.", min=1)] = None,
     requests: Annotated[int | None, _option(STREAM, "--requests", help="Make N requests up.", min=1)] = None,
@@ -85,7 +98,9 @@ def simulate(
     output_tokens: Annotated[str, _option(STREAM, "--output-tokens", help="Likewise.")] = "lognormal:256:1",
     device: Annotated[
         str | None,
-        _option(RUN, "--device", help="What executes: auto or cpu.", show_default="auto; none for a stream"),
+        _option(
+            RUN, "--device", help=f"What executes: {', '.join(DEVICES)}.", show_default="auto; none for a stream"
+        ),
     ] = None,
     gpu: Annotated[
         str | None, _option(RUN, "--gpu", help="What is modelled.", show_default=f"{DEFAULT_GPU} for a stream")
@@ -96,11 +111,15 @@ def simulate(
     """Simulate LLM decode over a KV cache.
 
     Without a stream of requests: the layout experiment, executed on --device. A ragged batch is decoded from
-    contiguous and paged caches, padded and not, and each one's bandwidth and waste are reported.
+    contiguous and paged caches, padded and not, and each one's bandwidth and waste are reported. On ptx: sectors
+    and instructions instead of bandwidth, and unless --layers is given, of two layers.
 
     With --trace or --requests: continuous batching over requests, first come first served. Modelled for --gpu,
     or executed on --device, or both side by side.
     """
+    small = device == "ptx"
+    if small and trace is None and requests is None:
+        layers = layers or PTX_LAYERS
     shape = _shape(model, layers, q_heads, kv_heads, head_dim)
     preset = shape.model
     if preset.num_q_heads % preset.num_kv_heads:
@@ -117,7 +136,8 @@ def simulate(
         if limit is not None:
             raise ValueError("--limit cuts a stream of requests: give --trace FILE or --requests N too")
         padding = "128-elements" if row_align is None else _row_align(row_align)
-        _experiment(shape, spec, padding, batch or 8, context, steps, device or "auto", memory, seed, as_json)
+        batch, context, steps = batch or (4 if small else 8), context or (256 if small else 1024), steps or 2 - small
+        _experiment(shape, spec, padding, batch, context, steps, device or "auto", memory, seed, as_json)
         return
     if trace is not None and requests is not None:
         raise ValueError("give --trace or --requests, not both")
@@ -208,7 +228,7 @@ def _replay(
         cache = KVCache(spec, memory=memory or EXECUTED_MEMORY, device=device)
         with report.progress(hidden=as_json) as progress:
             machine = ExecutingMachine(cache, shape.model.num_q_heads, seed)
-            results.device = cache.device
+            results.device, results.costs = cache.device, machine.costs
             results.measured = replay(
                 stream, machine, max_batch=max_batch, progress=lambda done, total: progress("executing", done, total)
             )

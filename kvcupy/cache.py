@@ -167,7 +167,7 @@ class KVCache:
         # Position of each new token in its sequence: start + how many of the sequence's new tokens precede it.
         positions = np.arange(int(new.sum())) + np.repeat(starts - (np.cumsum(new) - new), new)
         pages = self._table[np.repeat(rows, new), positions // page_size].astype(np.int64)
-        to_device = self.pool.backend.asarray
+        to_device = self.pool.backend.upload
         return Step(
             sequences=tuple(counts),
             counts=tuple(counts.values()),

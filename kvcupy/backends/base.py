@@ -6,9 +6,11 @@ and slots it is given: a length is clamped to its table row, a page id or slot o
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import ml_dtypes
@@ -43,6 +45,26 @@ class Layer:
     row_padding: int
 
 
+@dataclass(frozen=True)
+class Cost:
+    """What a piece of work took: its seconds, or, where time means nothing, what it asked of the device.
+
+    sectors: 32-byte sectors of device memory that its requests moved; pool_sectors: those of them in pages.
+    warp_instructions: how many were issued.
+    """
+
+    seconds: float | None = None
+    sectors: int | None = None
+    pool_sectors: int | None = None
+    warp_instructions: int | None = None
+
+    @classmethod
+    def total(cls, costs: Iterable[Cost]) -> Cost:
+        """The sums of what all of them have."""
+        columns = zip(*map(astuple, costs), strict=True)
+        return cls(*(None if None in column else sum(column) for column in columns))
+
+
 class Backend(ABC):
     """The operations of one device, on arrays in its memory. Rows of K, V, q and out are C-contiguous.
 
@@ -50,6 +72,8 @@ class Backend(ABC):
     """
 
     name: str
+    timed = True
+    """Whether seconds of this device mean anything; if not, `measure` counts instead."""
 
     def on(self, number: int | None = None) -> Backend:
         """The backend of one of several like devices, by number; None: the caller's current one."""
@@ -74,6 +98,10 @@ class Backend(ABC):
     @abstractmethod
     def asarray(self, array: Any) -> Array:
         """The array in this device's memory, without a copy where it is there already."""
+
+    def upload(self, array: Array) -> Array:
+        """The array in this device's memory, aligned as the device aligns what it allocates."""
+        return self.asarray(array)
 
     def in_place(self, name: str, array: Any) -> Array:
         """The array in this device's memory, never a copy: for what will be written. Raises TypeError."""
@@ -148,6 +176,16 @@ class Backend(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Wait until everything launched so far is done."""
+
+    def measure(self, calls: Iterable[Callable[[], object]]) -> list[Cost]:
+        """Run the calls one after another; what each of them cost."""
+        costs = []
+        for call in calls:
+            started = time.perf_counter()
+            call()
+            self.synchronize()
+            costs.append(Cost(seconds=time.perf_counter() - started))
+        return costs
 
     @abstractmethod
     def read_bandwidth(self) -> float | None:

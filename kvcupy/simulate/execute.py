@@ -1,13 +1,12 @@
-"""A machine that executes: a real cache on a device, timed by the clock on the wall."""
+"""A machine that executes: a real cache on a device, timed by it, or counted where time means nothing."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from kvcupy.backends.base import STORAGE_DTYPES, Array
+from kvcupy.backends.base import STORAGE_DTYPES, Array, Cost
 from kvcupy.cache import KVCache
 from kvcupy.simulate.timing import FloatArray, IntArray
 
@@ -16,7 +15,10 @@ class ExecutingMachine:
     """Stores and attends for real, in every layer of a cache, with random K, V and q.
 
     What is timed is the cache's part of a step: append, and decode of the newest token of each sequence. The
-    model's own work (projections, MLP, attention inside a prompt) is not there.
+    model's own work (projections, MLP, attention inside a prompt) is not there. On a device that is not timed, a
+    step counts as a second for the schedule.
+
+    costs: of the steps so far.
     """
 
     def __init__(self, cache: KVCache, num_q_heads: int, seed: int = 0) -> None:
@@ -25,6 +27,7 @@ class ExecutingMachine:
         self.page_size = cache.spec.page_size
         self._num_q_heads = num_q_heads
         self._rng = np.random.default_rng(seed)
+        self.costs: list[Cost] = []
         self._block = self._random(1024, 2 * cache.spec.num_kv_heads)
 
     @property
@@ -47,17 +50,21 @@ class ExecutingMachine:
 
     def _step(self, counts: Mapping[int, int]) -> float:
         heads = self.cache.spec.num_kv_heads
-        rows = self._block[np.arange(sum(counts.values())) % len(self._block)]
+        backend = self.cache.pool.backend
+        rows = backend.upload(self._block[backend.upload(np.arange(sum(counts.values())) % len(self._block))])
         q = self._random(len(counts), self._num_q_heads)
-        started = time.perf_counter()
-        step = self.cache.reserve(counts)
-        for layer in range(self.cache.spec.num_layers):
-            self.cache.append(step, layer, rows[:, :heads], rows[:, heads:])
-            self.cache.decode(step, layer, q)
-        self.cache.pool.backend.synchronize()
-        return time.perf_counter() - started
+
+        def run() -> None:
+            step = self.cache.reserve(counts)
+            for layer in range(self.cache.spec.num_layers):
+                self.cache.append(step, layer, rows[:, :heads], rows[:, heads:])
+                self.cache.decode(step, layer, q)
+
+        (cost,) = backend.measure([run])
+        self.costs.append(cost)
+        return 1.0 if cost.seconds is None else cost.seconds
 
     def _random(self, tokens: int, heads: int) -> Array:
         spec = self.cache.spec
         values = self._rng.standard_normal((tokens, heads, spec.head_dim), np.float32)
-        return self.cache.pool.backend.asarray(values.astype(STORAGE_DTYPES[spec.dtype]))
+        return self.cache.pool.backend.upload(values.astype(STORAGE_DTYPES[spec.dtype]))

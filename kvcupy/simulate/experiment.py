@@ -1,37 +1,30 @@
 """The layout experiment: a ragged batch decoded for real, from contiguous and paged caches, padded and not.
 
-What is read must not fit in the cache of the machine, or the cache would be measured and not memory. So a step goes
-round many layer pools that together are far larger, none twice in a row.
+One driver for all devices: where time means something, what comes out is bandwidth; on `ptx`, counts.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from kvcupy.backends import get_backend
-from kvcupy.backends.base import STORAGE_DTYPES
-from kvcupy.cache import KVCache
-from kvcupy.errors import KVCupyError
+from kvcupy.backends.base import STORAGE_DTYPES, Cost
+from kvcupy.cache import KVCache, Step
+from kvcupy.measure import MAX_SHARE, layer_pools, require_plausible
 from kvcupy.simulate.fragmentation import churn
 from kvcupy.spec import KVSpec
 
 Progress = Callable[[str, int, int], None]
 """Told (what is being done, how much of it is done, how much there is)."""
 
-MIN_WORKING_SET_BYTES = 1 << 30
-CACHE_MULTIPLE = 8
-"""The working set is at least this many times the last-level cache, and MIN_WORKING_SET_BYTES."""
-
 CHURN_REQUESTS = 2000
 
 READ_RETRIES = 3
-MAX_SHARE = 1.02
-"""A larger share of the read bandwidth is a fault of the measurement, not a result."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +38,26 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured and computed for one strategy."""
+    """What was measured or counted, and computed, for one strategy.
+
+    Bandwidths and tokens_per_s are None on a device that is not timed; sectors, bytes_moved and warp_instructions
+    on one that is.
+    """
 
     strategy: str
     dtype: str
-    kv_bandwidth_bytes_per_s: float
+    kv_bandwidth_bytes_per_s: float | None
     """K and V read by decode (elements, not padding) over the time of append and decode."""
-    share_of_read_bandwidth: float
-    tokens_per_s: float
+    share_of_read_bandwidth: float | None
+    tokens_per_s: float | None
     """Attention alone, all layers of the model: append and decode of one token per sequence."""
+    kv_bytes: int
+    """K and V that decode reads, elements alone, in all steps and layers."""
+    sectors: int | None
+    """32-byte sectors that append and decode move, in all steps and layers."""
+    bytes_moved: int | None
+    """32 bytes for each of the sectors."""
+    warp_instructions: int | None
     bytes_per_token: int
     internal_fragmentation: float
     padding_waste: float
@@ -65,7 +69,7 @@ class Row:
 class ExperimentResult:
     device: str
     device_description: str
-    read_bandwidth_bytes_per_s: float
+    read_bandwidth_bytes_per_s: float | None
     working_set_bytes: int
     lengths: tuple[int, ...]
     rows: tuple[Row, ...]
@@ -108,43 +112,37 @@ def run_experiment(
     lengths = rng.integers(max(1, context // 2), context + 1, batch)
     lengths[rng.integers(batch)] = context
     tokens = int(lengths.sum())
-    kv_bytes = tokens * spec.num_kv_heads * spec.head_dim * spec.itemsize * 2
-    wanted = max(MIN_WORKING_SET_BYTES, CACHE_MULTIPLE * backend.last_level_cache_bytes())
-    num_pools = max(2, -(-wanted // kv_bytes))
+    token_bytes = spec.num_kv_heads * spec.head_dim * spec.itemsize * 2
+    num_pools = layer_pools(backend, tokens * token_bytes)
+    tokens_read = sum(tokens + batch * (step + 1) for step in range(steps))  # each step reads its new tokens too
+    read_bytes = spec.num_layers * tokens_read * token_bytes
 
     table = strategies(spec, padding, context + steps)
     progress("reading memory", 0, 1)
-    read_bandwidth = backend.read_bandwidth() or 0.0
-    seconds = []
-    for strategy in table:
-        seconds.append(
-            _decode_seconds(
-                replace(strategy.spec, num_layers=num_pools),
-                spec.num_layers,
-                num_q_heads,
-                lengths,
-                steps,
-                device,
-                rng,
-                lambda done, total, name=strategy.name: progress(name, done, total),  # type: ignore[misc]
-            )
+    read_bandwidth = backend.read_bandwidth()
+    costs = [
+        _decode_cost(
+            replace(strategy.spec, num_layers=num_pools),
+            spec.num_layers,
+            num_q_heads,
+            lengths,
+            steps,
+            device,
+            rng,
+            partial(progress, strategy.name),
         )
-    tokens_read = sum(tokens + batch * (step + 1) for step in range(steps))  # each step reads its new tokens too
-    read_bytes = spec.num_layers * tokens_read * (kv_bytes // tokens)
-    fastest = read_bytes / min(seconds)
-    for attempt in range(READ_RETRIES):  # the machine may have become faster since
-        if attempt == 0 or fastest > MAX_SHARE * read_bandwidth:
-            read_bandwidth = max(read_bandwidth, backend.read_bandwidth() or 0.0)
-    if fastest > MAX_SHARE * read_bandwidth:
-        read_bandwidth = max(read_bandwidth, backend.read_bandwidth() or 0.0)
-    if fastest > MAX_SHARE * read_bandwidth:
-        raise KVCupyError(
-            f"decode seems to read {fastest / read_bandwidth:.2f} times what memory delivered to a plain sum: "
-            "the machine's speed changed during the run; repeat it when the machine is quiet"
-        )
+        for strategy in table
+    ]
+    bandwidths = [None if cost.seconds is None else read_bytes / cost.seconds for cost in costs]
+    if read_bandwidth is not None:
+        fastest = max(bandwidth or 0.0 for bandwidth in bandwidths)
+        for attempt in range(READ_RETRIES):  # the machine may have become faster since
+            if attempt == 0 or fastest > MAX_SHARE * read_bandwidth:
+                read_bandwidth = max(read_bandwidth, backend.read_bandwidth() or 0.0)
+        require_plausible(fastest / read_bandwidth)
 
     rows = []
-    for number, (strategy, elapsed) in enumerate(zip(table, seconds, strict=True)):
+    for number, (strategy, cost, bandwidth) in enumerate(zip(table, costs, bandwidths, strict=True)):
         progress("churn", number, len(table))
         waste = churn(
             "contiguous" if strategy.contiguous else "paged",
@@ -157,9 +155,13 @@ def run_experiment(
             Row(
                 strategy=strategy.name,
                 dtype=spec.dtype,
-                kv_bandwidth_bytes_per_s=read_bytes / elapsed,
-                share_of_read_bandwidth=read_bytes / elapsed / read_bandwidth,
-                tokens_per_s=batch * steps / elapsed,
+                kv_bandwidth_bytes_per_s=bandwidth,
+                share_of_read_bandwidth=bandwidth / read_bandwidth if bandwidth and read_bandwidth else None,
+                tokens_per_s=None if cost.seconds is None else batch * steps / cost.seconds,
+                kv_bytes=read_bytes,
+                sectors=cost.sectors,
+                bytes_moved=None if cost.sectors is None else 32 * cost.sectors,
+                warp_instructions=cost.warp_instructions,
                 bytes_per_token=strategy.spec.bytes_per_token,
                 internal_fragmentation=waste.internal_fragmentation,
                 padding_waste=strategy.spec.padding_waste,
@@ -171,13 +173,13 @@ def run_experiment(
         device=backend.name,
         device_description=backend.describe(),
         read_bandwidth_bytes_per_s=read_bandwidth,
-        working_set_bytes=num_pools * kv_bytes,
+        working_set_bytes=num_pools * tokens * token_bytes,
         lengths=tuple(map(int, lengths)),
         rows=tuple(rows),
     )
 
 
-def _decode_seconds(
+def _decode_cost(
     pool_spec: KVSpec,
     num_layers: int,
     num_q_heads: int,
@@ -186,18 +188,21 @@ def _decode_seconds(
     device: str,
     rng: np.random.Generator,
     progress: Callable[[int, int], None],
-) -> float:
-    """Seconds of `steps` decode steps, each num_layers times append and decode, round the pools of pool_spec.
+) -> Cost:
+    """Cost of `steps` decode steps, each num_layers times append and decode, round the pools of pool_spec.
 
-    By the median layer: on a shared machine, a pause that hits some of them is not theirs.
+    Seconds are by the median layer: on a shared machine, a pause that hits some of them is not theirs.
     """
     batch = len(lengths)
     cache = KVCache(pool_spec, num_pages=sum(pool_spec.pages_for(int(n) + steps) for n in lengths), device=device)
     _scatter_free_pages(cache, rng)
+    backend = cache.pool.backend
     chunk, dtype = 1024, STORAGE_DTYPES[pool_spec.dtype]
     row = (pool_spec.num_kv_heads, pool_spec.head_dim)
-    k, v = (rng.standard_normal((max(chunk, batch), *row), np.float32).astype(dtype) for _ in range(2))
-    q = rng.standard_normal((batch, num_q_heads, pool_spec.head_dim), np.float32).astype(dtype)
+    k, v, q = (
+        backend.upload(rng.standard_normal(shape, np.float32).astype(dtype))
+        for shape in (2 * [(max(chunk, batch), *row)] + [(batch, num_q_heads, pool_spec.head_dim)])
+    )
 
     sequences = [cache.add() for _ in lengths]
     for number, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
@@ -209,18 +214,21 @@ def _decode_seconds(
                 cache.append(step, layer, k[:count], v[:count])
 
     cache.decode(cache.reserve(dict.fromkeys(sequences, 0)), pool_spec.num_layers - 1, q)  # may compile
-    visits: list[float] = []
+    visits: list[Cost] = []
     for number in range(steps):
         progress(batch + number, batch + steps)
         step = cache.reserve(dict.fromkeys(sequences, 1))
-        for _ in range(num_layers):
-            layer = len(visits) % pool_spec.num_layers
-            started = time.perf_counter()
+
+        def visit(layer: int, step: Step = step) -> None:
             cache.append(step, layer, k[:batch], v[:batch])
             cache.decode(step, layer, q)
-            cache.pool.backend.synchronize()
-            visits.append(time.perf_counter() - started)
-    return float(np.median(visits)) * num_layers * steps
+
+        first = number * num_layers
+        layers = [layer % pool_spec.num_layers for layer in range(first, first + num_layers)]
+        visits += backend.measure([partial(visit, layer) for layer in layers])
+    if not backend.timed:
+        return Cost.total(visits)
+    return Cost(seconds=float(np.median([visit.seconds for visit in visits])) * len(visits))
 
 
 def _scatter_free_pages(cache: KVCache, rng: np.random.Generator) -> None:

@@ -161,6 +161,11 @@ def _count(chunk: Chunk, lanes: Lanes, space: str, addresses: Array, nbytes: int
     if chunk.checks:
         if space == "global":
             count_global(chunk.counts[site.position], addresses, nbytes, lanes, kind != READ)
+            if chunk.launch.watch is not None:
+                start, end = chunk.launch.watch
+                inside = (addresses >= start) & (addresses < end)
+                if inside.any():
+                    count_global(chunk.launch.watched, addresses[inside], nbytes, lanes.select(inside), kind != READ)
         elif space == "shared":
             count_shared(chunk.counts[site.position], addresses, nbytes, lanes)
 

@@ -72,6 +72,8 @@ class Launch:
     memory: GlobalMemory
     checks: bool
     counts: list[Counts]
+    watch: tuple[int, int] | None
+    watched: Counts
     order: BlockOrder = field(default_factory=BlockOrder)
     races: dict[int, GlobalRaces] = field(default_factory=dict)
     """Per buffer, by its address; empty where nothing can race."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from kvcupy.backends.base import Array, Backend
+from kvcupy.backends.base import Array, Backend, Cost
 from kvcupy.backends.kernels import KernelBackend, Memory
 from kvcupy.backends.ptx.execute import Module, launch
 from kvcupy.backends.ptx.memory import Buffer
@@ -38,6 +39,7 @@ class PtxBackend(KernelBackend):
     """
 
     name = "ptx"
+    timed = False
 
     def __init__(
         self, arch: str = "compute_80", grid: int = 24, seed: int | None = None, checks: bool = True
@@ -54,7 +56,8 @@ class PtxBackend(KernelBackend):
 
     @contextmanager
     def record(self) -> Iterator[list[Report]]:
-        """A list that gets the report of every launch inside the `with`: instructions, sectors, bytes."""
+        """A list that gets the report of every launch inside the `with`: instructions, sectors, bytes, and what of
+        them went to pages."""
         before, self._recorded = self._recorded, []
         try:
             yield self._recorded
@@ -76,6 +79,7 @@ class PtxBackend(KernelBackend):
         program = self._modules[variant][kernel]
         values: list[int | float] = []
         buffers: list[Buffer] = []
+        pages = None
         for parameter, argument in zip(program.program.kernel.params, arguments, strict=True):
             scalar = isinstance(argument, np.generic)
             width = argument.itemsize if scalar else 8
@@ -88,7 +92,11 @@ class PtxBackend(KernelBackend):
             else:
                 values.append(argument.address if isinstance(argument, Memory) else self.address(argument))
                 buffers.append(self._buffer(argument))
-        report = launch(program, grid, block, values, buffers=buffers, seed=self.seed, checks=self.checks)
+                if isinstance(argument, Memory) and self._recorded is not None:
+                    pages = argument.address, argument.address + argument.nbytes
+        report = launch(
+            program, grid, block, values, buffers=buffers, seed=self.seed, checks=self.checks, watch=pages
+        )
         if self._recorded is not None:
             self._recorded.append(report)
 
@@ -126,14 +134,35 @@ class PtxBackend(KernelBackend):
     def tonumpy(self, array: Array) -> np.ndarray[Any, Any]:
         return np.asarray(array)
 
+    def upload(self, array: Array) -> Array:
+        """A copy: what NumPy allocates lies anywhere, and counts would not repeat to the last sector."""
+        copy = self.empty(array.shape, array.dtype)
+        copy[...] = array
+        return copy
+
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        return np.empty(shape, dtype)
+        return self.allocate(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
     def address(self, array: Array) -> int:
         return int(array.ctypes.data)
 
     def synchronize(self) -> None:
         pass
+
+    def measure(self, calls: Iterable[Callable[[], object]]) -> list[Cost]:
+        costs = []
+        for call in calls:
+            with self.record() as reports:
+                call()
+            totals = [report.total for report in reports]
+            costs.append(
+                Cost(
+                    sectors=sum(total.sectors for total in totals),
+                    pool_sectors=sum(report.watched.sectors for report in reports),
+                    warp_instructions=sum(total.instructions for total in totals),
+                )
+            )
+        return costs
 
     def read_bandwidth(self) -> float | None:
         return None

@@ -92,12 +92,14 @@ def launch(
     buffers: Iterable[Buffer] = (),
     seed: int | None = None,
     checks: bool = True,
+    watch: tuple[int, int] | None = None,
 ) -> Report:
     """Run a kernel to its end.
 
     grid, block: one to three numbers. args: an int (an address, for a pointer), a float, or the bytes of a struct per
     parameter. shared_bytes: dynamic shared memory. buffers: all the global memory that the kernel may touch.
     seed: run warps in a random order. checks: without, only bounds and alignment are checked and nothing is counted.
+    watch: first address and end of a part of global memory; what goes there is counted once more, apart.
 
     Raises KernelFault, with the line of the CUDA source, for whatever the kernel does wrong.
     """
@@ -114,6 +116,8 @@ def launch(
         memory=GlobalMemory([*buffers, *kernel.buffers]),
         checks=checks,
         counts=[Counts() for _ in program.ops],
+        watch=watch,
+        watched=Counts(),
     )
     rng = None if seed is None else np.random.default_rng(seed)
     order = np.arange(state.blocks) if rng is None else rng.permutation(state.blocks)
@@ -122,7 +126,8 @@ def launch(
         for start in range(0, state.blocks, per_chunk):
             _Scheduler(Chunk(state, order[start : start + per_chunk]), rng).run()
     executed = [(op, counts) for op, counts in zip(program.ops, state.counts, strict=True) if counts.instructions]
-    return Report(program.name, [(op.instruction.line, op.category, counts) for op, counts in executed])
+    rows = [(op.instruction.line, op.category, counts) for op, counts in executed]
+    return Report(program.name, rows, state.watched)
 
 
 def _three(name: str, sizes: int | tuple[int, ...]) -> tuple[int, int, int]:

@@ -74,10 +74,14 @@ _NAMES = tuple(each.name for each in fields(Counts))
 
 @dataclass(frozen=True)
 class Report:
-    """What a launch counted. rows: one per executed instruction, with its source line and its class of opcode."""
+    """What a launch counted. rows: one per executed instruction, with its source line and its class of opcode.
+
+    watched: the requests to the part of global memory that was watched.
+    """
 
     kernel: str
     rows: list[tuple[Line, str, Counts]]
+    watched: Counts
 
     @cached_property
     def total(self) -> Counts:
