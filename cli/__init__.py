@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
+from kvcupy import __version__
 from kvcupy.cli import bench, info, simulate, verify
 from kvcupy.errors import KVCupyError
 
@@ -17,11 +19,24 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[2]
 app = typer.Typer(
     name="kvcupy",
     help="Paged KV caches for LLM decode: simulate workloads, measure layouts.",
-    no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+@app.callback()
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        print(f"kvcupy {__version__}")
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+
+
 app.command("simulate")(simulate.simulate)
 app.command("bench")(bench.bench)
 app.command("verify")(verify.verify)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import platform
 from importlib.metadata import PackageNotFoundError, version
+from textwrap import fill
 from typing import Annotated
 
 import typer
 
 from kvcupy import DeviceUnavailable, __version__
 from kvcupy.backends import DEVICES, get_backend
+from kvcupy.simulate.gpus import GPUS
+from kvcupy.simulate.models import MODELS
 
 PACKAGES = ("numpy", "ml_dtypes", "numba", "llvmlite", "cupy-cuda12x", "cupy-cuda13x")
 
@@ -41,10 +44,16 @@ def info(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instea
             "versions": versions,
             "devices": devices,
             "auto": {"device": chosen, "reason": reason},
+            "models": sorted(MODELS),
+            "gpus": sorted(GPUS),
         }
         print(json.dumps(report, indent=2))
         return
-    print("  ".join(f"{name} {number}" for name, number in versions.items()))
+    for name, number in versions.items():
+        print(f"{name} {number}")
     for name, device in devices.items():
         print(f"{name}: {device['description']}")
     print(f"auto takes {chosen}: {reason}")
+    supported = (name for name, model in MODELS.items() if not model.unsupported)
+    for title, names in (("models", supported), ("gpus", GPUS)):
+        print(fill(f"{title}: {', '.join(sorted(names))}", 80, subsequent_indent="  ", break_on_hyphens=False))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from textwrap import fill
 from typing import Any
 
 from rich import box
@@ -14,8 +15,9 @@ from rich.table import Table
 
 from kvcupy.backends.base import Cost
 from kvcupy.simulate.engine import Percentiles, Replay
-from kvcupy.simulate.experiment import ExperimentResult, Row
+from kvcupy.simulate.experiment import CHURN_REQUESTS, ExperimentResult, Row
 from kvcupy.simulate.gpus import GPU
+from kvcupy.simulate.models import ModelPreset
 from kvcupy.simulate.trace import Trace
 from kvcupy.spec import KVSpec
 
@@ -57,34 +59,55 @@ def _gb_per_s(number: float | None) -> str:
 # The experiment
 
 
-def experiment_json(result: ExperimentResult) -> dict[str, Any]:
+def experiment_json(result: ExperimentResult, settings: dict[str, Any]) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "device": result.device,
         "gpu": None,
         "modelled": False,
+        "settings": settings,
         "read_bandwidth_bytes_per_s": result.read_bandwidth_bytes_per_s,
         "working_set_bytes": result.working_set_bytes,
         "rows": [asdict(row) for row in result.rows],
+        "comparisons": [asdict(comparison) for comparison in result.comparisons],
     }
 
 
-def print_experiment(result: ExperimentResult, title: str, spec: KVSpec) -> None:
-    console.print(f"Executed on {result.device}: {result.device_description}", markup=False)
-    console.print(f"{title}, {spec.dtype}, {spec.layout}, pages of {spec.page_size}", markup=False)
-    lengths = f"{len(result.lengths)} sequences of {min(result.lengths)} to {max(result.lengths)} tokens"
+def _say(text: str) -> None:
+    """A line of prose, wrapped at words to the width of the terminal, 80 columns in a pipe."""
+    print(fill(text, console.width, break_on_hyphens=False))
+
+
+def _title(model: ModelPreset, spec: KVSpec) -> str:
+    return (
+        f"{model.name}: {_count(spec.num_layers, 'layer')}, {model.num_q_heads} query and {spec.num_kv_heads} KV "
+        f"heads, head_dim {spec.head_dim}, {spec.dtype}, {spec.layout}"
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def print_experiment(result: ExperimentResult, model: ModelPreset, spec: KVSpec, padding: int | str) -> None:
     timed = result.read_bandwidth_bytes_per_s is not None
-    console.print(
-        f"{lengths}; working set {_bytes(result.working_set_bytes)}; memory reads at "
-        f"{_gb_per_s(result.read_bandwidth_bytes_per_s)} GB/s"
-        if timed
-        else f"{lengths}; counted, not timed",
-        markup=False,
+    shortest, longest = min(result.lengths), max(result.lengths)
+    lengths = f"{shortest}" if shortest == longest else f"{shortest} to {longest}"
+    _say(f"Executed on {result.device}: {result.device_description}")
+    _say(_title(model, spec))
+    _say(
+        f"{_count(len(result.lengths), 'sequence')} of {lengths} tokens, pages of {spec.page_size}, "
+        + (
+            f"going round {_bytes(result.working_set_bytes)} of K and V; "
+            f"memory reads at {_gb_per_s(result.read_bandwidth_bytes_per_s)} GB/s"
+            if timed
+            else "counted, not timed"
+        )
     )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("strategy")
-    measured = ("KV\nGB/s", "of\nread", "tokens\n/s") if timed else ("sectors", "bytes\nmoved", "warp\ninstr.")
-    for column in (*measured, "bytes\n/token", "pad\nwaste", "int.\nfrag.", "ext.\nfrag."):
+    table.add_column("strategy", no_wrap=True)
+    measured = ("KV\nGB/s", "read\nshare", "tokens\n/s") if timed else ("sectors", "bytes\nmoved", "warp\ninstr.")
+    for column in (*measured, "bytes\n/token", "pad-\nding", "inter-\nnal", "exter-\nnal"):
         table.add_column(column, justify="right")
     for row in result.rows:
         table.add_row(
@@ -96,7 +119,14 @@ def print_experiment(result: ExperimentResult, title: str, spec: KVSpec) -> None
             f"{row.external_fragmentation:.1%}",
         )
     console.print(table)
-    console.print(_in_words(result, spec), markup=False)
+    if timed:
+        _say("read share: of the speed at which this machine reads memory. tokens/s: of attention alone.")
+    _say(
+        "padding, internal, external: memory that is row padding, that is reserved but holds no token, and that is "
+        f"free but out of reach; the last two from {CHURN_REQUESTS:,} simulated requests that come and go."
+    )
+    console.print()
+    _say(_in_words(result, spec, padding))
 
 
 def _measured(row: Row) -> tuple[str, str, str]:
@@ -109,42 +139,41 @@ def _measured(row: Row) -> tuple[str, str, str]:
     )
 
 
-def _in_words(result: ExperimentResult, spec: KVSpec) -> str:
+def _in_words(result: ExperimentResult, spec: KVSpec, padding: int | str) -> str:
     rows = {row.strategy: row for row in result.rows}
-    contiguous, paged = rows["contiguous"], rows["paged"]
-    padded = rows["paged + padding"]
-    if paged.bytes_moved is None:
-        cost = f"at {paged.share_of_read_bandwidth:.0%} of what this machine's memory delivers to a plain sum"
+    contiguous, paged, padded = rows["contiguous"], rows["paged"], rows["paged + padding"]
+    if paged.share_of_read_bandwidth is not None:
+        shares = [row.share_of_read_bandwidth or 0.0 for row in result.rows]
+        cost = f"at {min(shares):.0%} to {max(shares):.0%} of what this machine's memory delivers"
     else:
-        cost = f"append and decode move {paged.bytes_moved / paged.kv_bytes:.2f} bytes for each byte of K and V"
+        moved = (paged.bytes_moved or 0) / paged.kv_bytes
+        cost = f"append and decode move {moved:.2f} bytes for each byte of K and V"
     sentences = [
         f"Decode reads every stored K and V for each token: here {cost}.",
-        f"Pages {_compare(paged, contiguous)} a contiguous cache. "
-        f"In a churn of 2,000 requests, contiguous reservations left {contiguous.internal_fragmentation:.1%} of "
-        f"what they held unused and {contiguous.external_fragmentation:.1%} of the free memory out of reach; "
-        f"pages {paged.internal_fragmentation:.1%} and {paged.external_fragmentation:.1%}.",
+        f"Pages against a contiguous cache: {_difference(result, paged, contiguous)}. "
+        f"Contiguous reservations leave {contiguous.internal_fragmentation:.1%} of what they hold unused and "
+        f"{contiguous.external_fragmentation:.1%} of the free memory out of reach; pages "
+        f"{paged.internal_fragmentation:.1%} and {paged.external_fragmentation:.1%}.",
     ]
     if padded.bytes_per_token == paged.bytes_per_token:
         sentences.append(
-            f"Padding changes nothing: a row of head_dim {spec.head_dim} in {spec.dtype} is already aligned "
-            "(try --head-dim 120 or 125)."
+            f"Padding to {padding} changes nothing here: a row of head_dim {spec.head_dim} is "
+            f"{spec.head_dim * spec.itemsize} bytes either way, so the padded rows of the table repeat the others."
         )
     else:
         sentences.append(
-            f"Padding costs {padded.padding_waste:.1%} of the memory; padded rows {_compare(padded, paged)} "
-            "unpadded ones."
+            f"Padding to {padding} costs {padded.padding_waste:.1%} of the memory; against rows without it: "
+            f"{_difference(result, padded, paged)}."
         )
     return " ".join(sentences)
 
 
-def _compare(row: Row, other: Row) -> str:
-    if row.sectors is not None and other.sectors is not None:
-        return f"move {row.sectors / other.sectors - 1:+.1%} sectors against"
-    assert row.tokens_per_s is not None and other.tokens_per_s is not None
-    ratio = row.tokens_per_s / other.tokens_per_s - 1
-    if abs(ratio) < 0.05:
-        return f"run as fast ({ratio:+.1%} tokens/s) as"
-    return f"run {abs(ratio):.0%} {'faster' if ratio > 0 else 'slower'} than"
+def _difference(result: ExperimentResult, row: Row, baseline: Row) -> str:
+    if row.sectors is not None and baseline.sectors is not None:
+        return f"{row.sectors / baseline.sectors - 1:+.1%} sectors"
+    (comparison,) = (c for c in result.comparisons if (c.strategy, c.baseline) == (row.strategy, baseline.strategy))
+    speed = f"{comparison.speed - 1:+.1%} speed, give or take {comparison.spread:.1%}"
+    return speed if comparison.certain else f"no difference that this run can tell ({speed})"
 
 
 # A stream of requests
@@ -154,11 +183,11 @@ def _compare(row: Row, other: Row) -> str:
 class ReplayReport:
     """One stream, replayed on a device, or on a model of a GPU, or on both."""
 
-    title: str
+    model: ModelPreset
     spec: KVSpec
     trace: Trace
-    gpu: GPU | None
-    device: str | None
+    gpu: GPU | None = None
+    device: str | None = None
     measured: Replay | None = None
     costs: Sequence[Cost] = ()
     """Of the steps that were executed."""
@@ -171,7 +200,7 @@ class ReplayReport:
         return None if total.sectors is None else total
 
 
-def replay_json(report: ReplayReport) -> dict[str, Any]:
+def replay_json(report: ReplayReport, settings: dict[str, Any]) -> dict[str, Any]:
     """Figures are the measured ones if something ran; then the modelled ones, if any, stand apart."""
     first = report.measured or report.modelled
     assert first is not None
@@ -180,6 +209,7 @@ def replay_json(report: ReplayReport) -> dict[str, Any]:
         "device": report.device,
         "gpu": report.gpu.name if report.gpu else None,
         "modelled": report.measured is None,
+        "settings": settings,
         "read_bandwidth_bytes_per_s": None,
         "working_set_bytes": None,
         "rows": [],
@@ -210,24 +240,29 @@ def _figures(replay: Replay) -> dict[str, Any]:
 def print_replay(report: ReplayReport) -> None:
     columns: list[tuple[str, Replay]] = []
     if report.measured:
-        console.print(f"Executed on {report.device}: the cache's part of each step, no model around it", markup=False)
+        _say(f"Executed on {report.device}: append and attention, without the model around them")
         columns.append((f"{'counted' if report.counted else 'measured'}, {report.device}", report.measured))
     if report.gpu and report.modelled:
-        console.print(
-            f"Modelled for {report.gpu.name}: a roofline of {report.gpu.bandwidth_bytes_per_s / 1e12:.2f} TB/s and "
-            f"{report.gpu.fp16_flops / 1e12:.0f} TFLOP/s, a bound and not a forecast",
-            markup=False,
+        gpu, model = report.gpu, report.model
+        _say(
+            f"Modelled for {gpu.name}: a roofline of {gpu.bandwidth_bytes_per_s / 1e12:.2f} TB/s and "
+            f"{gpu.fp16_flops / 1e12:.0f} TFLOP/s, a bound and not a forecast; with the model's "
+            f"{model.num_parameters / 1e9:.3g} billion weights"
         )
-        columns.append((f"modelled, {report.gpu.name}", report.modelled))
+        columns.append((f"modelled, {gpu.name}", report.modelled))
+        needed = 2 * model.num_parameters + report.modelled.pool.total_pages * report.spec.page_bytes
+        if needed > gpu.memory_bytes:
+            _say(
+                f"Note: 16-bit weights and this pool are {_bytes(needed)}; {gpu.name} has {_bytes(gpu.memory_bytes)}"
+            )
     spec, pool = report.spec, columns[0][1].pool
-    console.print(f"{report.title}, {spec.dtype}, {spec.layout}", markup=False)
-    console.print(
-        f"{len(report.trace):,} requests of {report.trace.name}; {pool.total_pages:,} pages of {spec.page_size} "
-        f"tokens, {_bytes(pool.total_pages * spec.page_bytes)}",
-        markup=False,
+    _say(_title(report.model, spec))
+    _say(
+        f"{_count(len(report.trace), 'request')} ({report.trace.name}); {_count(pool.total_pages, 'page')} of "
+        f"{spec.page_size} tokens, {_bytes(pool.total_pages * spec.page_bytes)}"
     )
     for reason, count in report.trace.skipped.items():
-        console.print(f"{count:,} rows skipped: {reason}", markup=False)
+        _say(f"{_count(count, 'row')} skipped: {reason}")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     for name, _ in columns:
@@ -242,22 +277,22 @@ def print_replay(report: ReplayReport) -> None:
             table.add_row(label, f"{number:,}", *("-" for _ in columns[1:]))
     console.print(table)
     for rejection in columns[0][1].rejections[:3]:
-        console.print(f"request {rejection.request} rejected: {rejection.reason}", markup=False)
+        _say(f"request {rejection.request} rejected: {rejection.reason}")
     if len(columns[0][1].rejections) > 3:
-        console.print(f"and {len(columns[0][1].rejections) - 3:,} more rejected", markup=False)
+        _say(f"and {len(columns[0][1].rejections) - 3:,} more rejected")
 
 
 def _percentiles(values: Percentiles | None, scale: float, digits: int) -> str:
     if values is None:
         return "-"
-    return " / ".join(f"{value * scale:.{digits}f}" for value in (values.p50, values.p90, values.p99))
+    return " / ".join(f"{value * scale:,.{digits}f}" for value in (values.p50, values.p90, values.p99))
 
 
 _TIMES = (
     "makespan, s",
     "tokens/s",
-    "time to first token, ms (p50 / p90 / p99)",
-    "time per output token, ms",
+    "first token, ms: p50 / p90 / p99",
+    "per output token, ms: likewise",
 )
 """Lines that mean nothing on a device that is not timed."""
 
@@ -268,8 +303,8 @@ _LINES: list[tuple[str, Callable[[Replay], str]]] = [
     ("output tokens", lambda r: f"{r.output_tokens:,}"),
     ("makespan, s", lambda r: f"{r.makespan_s:,.1f}"),
     ("tokens/s", lambda r: f"{r.tokens_per_s:,.1f}"),
-    ("time to first token, ms (p50 / p90 / p99)", lambda r: _percentiles(r.ttft_s, 1e3, 1)),
-    ("time per output token, ms", lambda r: _percentiles(r.tpot_s, 1e3, 2)),
+    ("first token, ms: p50 / p90 / p99", lambda r: _percentiles(r.ttft_s, 1e3, 1)),
+    ("per output token, ms: likewise", lambda r: _percentiles(r.tpot_s, 1e3, 2)),
     ("pages used, peak", lambda r: f"{r.pool.peak_pages:,} ({r.pool.peak_pages / r.pool.total_pages:.1%})"),
     ("pages used, mean", lambda r: f"{r.pool.mean_pages:,.1f} ({r.pool.mean_pages / r.pool.total_pages:.1%})"),
     ("internal fragmentation", lambda r: f"{r.internal_fragmentation:.2%}"),

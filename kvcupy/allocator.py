@@ -125,6 +125,8 @@ class PageAllocator:
         Advances the lengths. Raises OutOfPages when the pages do not suffice, ValueError or TypeError for
         unknown sequences and for counts that are negative or not whole.
         """
+        if not isinstance(counts, Mapping):
+            raise TypeError(f"counts must map sequences to whole numbers, got {counts!r}")
         counts = dict(counts)
         last = self._last
         # The usual step asks for what the last one asked for. (1.0 equals 1, but makes the sum a float.)

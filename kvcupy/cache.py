@@ -96,6 +96,10 @@ class KVCache:
         self._rows: dict[int, int] = {}
         self._free_rows = list(range(7, -1, -1))
 
+    def __repr__(self) -> str:
+        used = self._allocator.used_pages
+        return f"KVCache({used} of {self.pool.num_pages} pages used on {self.device}, {self.spec})"
+
     @property
     def device(self) -> str:
         return self.pool.backend.name
@@ -178,7 +182,10 @@ class KVCache:
         )
 
     def cancel(self, step: Step) -> None:
-        """Undo a reservation: lengths and pages are as before. Raises StaleStep if it no longer stands."""
+        """Undo a reservation: lengths and pages are as before; the step, and any older one, is stale.
+
+        Raises StaleStep if it no longer stands.
+        """
         self._allocator.cancel(step._reservation)
         for sequence in step.sequences:
             self._write_row(sequence, 0)

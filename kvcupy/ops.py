@@ -48,6 +48,7 @@ def append(k: Any, v: Any, pool: LayerPool, slot_mapping: Any, *, check: bool = 
 
     k, v: [tokens, num_kv_heads, head_dim], float32, float16, bfloat16 (also as uint16 if the pool stores
         bfloat16) or float64; values of another type than the pool's are rounded to it. Any strides.
+        What is too large for the pool's type becomes inf.
     slot_mapping: whole numbers [tokens], each page·page_size + offset, or -1 for a token to skip. Which token
         stays when a slot is given twice is undefined.
 
@@ -242,7 +243,10 @@ def _whole_numbers(
     backend: Backend, name: str, values: Any, shape: tuple[int | None, ...], dtype: np.dtype[Any]
 ) -> Array:
     """Integers of the wanted shape (None: any) as a contiguous array of the wanted width."""
-    array = backend.asarray(values)
+    try:
+        array = backend.asarray(values)
+    except ValueError:  # rows of different lengths, for one
+        raise ValueError(f"{name} must be an array of whole numbers, got {values!r}") from None
     if array.size == 0 and isinstance(values, list | tuple):
         array = array.astype(dtype)  # an empty list has no type of its own
     if array.dtype.kind not in "iu":

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvcupy.backends import Backend, backend_of, get_backend
 from kvcupy.backends.base import STORAGE_DTYPES, Array, Layer
-from kvcupy.spec import LAYOUTS, KVSpec, Strides, parse_bytes, whole_number
+from kvcupy.spec import LAYOUTS, KVSpec, Strides, whole_number
 
 
 class LayerPool:
@@ -23,6 +23,9 @@ class LayerPool:
         self.layer = layer
         self.array = array  # keeps the memory alive
         self.writable = writable
+
+    def __repr__(self) -> str:
+        return f"LayerPool({self.num_pages} pages on {self.backend.name}, {self.spec})"
 
     @property
     def spec(self) -> KVSpec:
@@ -52,7 +55,7 @@ class LayerPool:
         Raises ValueError or TypeError if the array does not fit the spec, or if rows would overlap.
         """
         if spec.dtype not in STORAGE_DTYPES:
-            raise ValueError(f"spec.dtype must be one of {', '.join(STORAGE_DTYPES)} to wrap, got {spec.dtype}")
+            raise ValueError(f"dtype must be one of {', '.join(STORAGE_DTYPES)} to be stored, got {spec.dtype}")
         backend = backend_of(data) if device is None else get_backend(device)
         array = backend.in_place("data", data)
         _require_element_type(spec, array, raw_allowed=strides is not None)
@@ -93,7 +96,8 @@ def _require_element_type(spec: KVSpec, array: Array, raw_allowed: bool) -> None
     if raw_allowed:
         allowed.append(np.dtype(np.uint8))
     if array.dtype not in allowed:
-        raise TypeError(f"data must be {' or '.join(map(str, allowed))} for {spec.dtype}, got {array.dtype}")
+        names = " or ".join(map(str, allowed))
+        raise TypeError(f"data must have elements of {names}, as the spec stores {spec.dtype}, got {array.dtype}")
 
 
 def _require_disjoint_rows(strides: Strides, sizes: dict[str, int], row_bytes: int, itemsize: int) -> None:
@@ -126,20 +130,23 @@ class KVPool:
         device: str = "auto",
     ) -> None:
         if spec.dtype not in STORAGE_DTYPES:
-            raise ValueError(f"spec.dtype must be one of {', '.join(STORAGE_DTYPES)} to store, got {spec.dtype}")
+            raise ValueError(f"dtype must be one of {', '.join(STORAGE_DTYPES)} to be stored, got {spec.dtype}")
         if (num_pages is None) == (memory is None):
             raise ValueError("give either num_pages or memory")
         if memory is not None:
-            num_pages = spec.pages_in(parse_bytes(memory))
-            if num_pages == 0:
-                raise ValueError(f"memory must hold at least one page of {spec.page_bytes} bytes, got {memory!r}")
+            num_pages = spec.pool_pages(memory)
         self.spec = spec
         self.num_pages = whole_number("num_pages", num_pages, 1)
         self.backend = get_backend(device)
         page_stride = spec.strides.page
-        self.data = self.backend.allocate(spec.num_layers * self.num_pages * page_stride).reshape(
-            spec.num_layers, self.num_pages, page_stride
-        )
+        try:
+            memory_of_all = self.backend.allocate(spec.num_layers * self.num_pages * page_stride)
+        except MemoryError:
+            size = self.num_pages * spec.page_bytes
+            raise MemoryError(
+                f"no room on device {self.backend.name} for a pool of {self.num_pages} pages, {size / 2**30:.3g} GiB"
+            ) from None
+        self.data = memory_of_all.reshape(spec.num_layers, self.num_pages, page_stride)
 
     @property
     def nbytes(self) -> int:

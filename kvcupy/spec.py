@@ -191,6 +191,13 @@ class KVSpec:
         """Pages that fit in a memory budget; they never exceed it, to the byte."""
         return whole_number("budget_bytes", budget_bytes, 0) // self.page_bytes
 
+    def pool_pages(self, memory: int | str) -> int:
+        """Pages of a pool made from a memory budget: bytes, or text such as "8GiB". A ValueError if none fits."""
+        pages = self.pages_in(parse_bytes(memory))
+        if pages == 0:
+            raise ValueError(f"memory must hold at least one page of {self.page_bytes} bytes, got {memory!r}")
+        return pages
+
 
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGTP", 1)}

@@ -58,7 +58,7 @@ def test_names_as_people_type_them(name):
 def test_unknown_names_list_close_ones():
     with pytest.raises(ValueError, match=r"unknown model 'lama-3-8b'; did you mean llama-3-8b, "):
         find_model("lama-3-8b")
-    with pytest.raises(ValueError, match=r"unknown model '\?\?'; known: gpt-2, "):
+    with pytest.raises(ValueError, match=r"unknown model '\?\?'; `kvcupy info` lists all"):
         find_model("??")
     with pytest.raises(ValueError, match=r"unknown gpu 'h1000'; did you mean .*h100"):
         find_gpu("h1000")

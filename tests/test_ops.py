@@ -318,7 +318,9 @@ def test_wrap_refuses_what_does_not_fit(device: str) -> None:
         wrap(good[:, :, :3])
     with pytest.raises(ValueError, match="head_dim 32 or more"):
         wrap(good[..., :31])
-    with pytest.raises(TypeError, match="data must be float16 for float16, got float32"):
+    with pytest.raises(
+        TypeError, match="data must have elements of float16, as the spec stores float16, got float32"
+    ):
         wrap(good.astype(np.float32))
     with pytest.raises(ValueError, match="contiguous last axis"):
         wrap(on_device(device, np.zeros((3, 2, 4, 2, 64), np.float16))[..., ::2])
@@ -330,7 +332,7 @@ def test_wrap_refuses_what_does_not_fit(device: str) -> None:
         wrap(good[0, 0, 0], Strides(1024, 512, 128, 64))
     with pytest.raises(ValueError, match="rows overlap"):
         wrap(good, Strides(1024, 512, 64, 64))
-    with pytest.raises(ValueError, match="must be one of float32, float16, bfloat16 to wrap"):
+    with pytest.raises(ValueError, match="must be one of float32, float16, bfloat16 to be stored"):
         LayerPool.wrap(small_spec(dtype="int8"), good, device=device)
     if device == "cuda":
         with pytest.raises(TypeError, match="data must lie in the memory of device cuda, got a NumPy array"):

@@ -1,6 +1,7 @@
 """The layout experiment: a ragged batch decoded for real, from contiguous and paged caches, padded and not.
 
-One driver for all devices: where time means something, what comes out is bandwidth; on `ptx`, counts.
+One driver for all devices: where time means something, what comes out is bandwidth; on `ptx`, counts. All strategies
+take turns, layer by layer, so that a machine that is busy for a while slows all of them alike.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 
 from kvcupy.backends import get_backend
 from kvcupy.backends.base import STORAGE_DTYPES, Cost
-from kvcupy.cache import KVCache, Step
+from kvcupy.cache import KVCache
 from kvcupy.measure import MAX_SHARE, layer_pools, require_plausible
 from kvcupy.simulate.fragmentation import churn
 from kvcupy.spec import KVSpec
@@ -25,6 +26,9 @@ Progress = Callable[[str, int, int], None]
 CHURN_REQUESTS = 2000
 
 READ_RETRIES = 3
+
+MAX_UNREAD = 4
+"""Memory is allocated for at most so many times the K and V in it: sparser pages would measure something else."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +70,34 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Comparison:
+    """How fast a strategy decodes a layer, as a multiple of its baseline measured next to it.
+
+    speed: the median over all layers and steps. spread: half of them lie within speed ± spread, about.
+    """
+
+    strategy: str
+    baseline: str
+    speed: float
+    spread: float
+
+    @property
+    def certain(self) -> bool:
+        """Whether this run can tell the two apart."""
+        return abs(self.speed - 1) > self.spread
+
+
+@dataclass(frozen=True)
 class ExperimentResult:
     device: str
     device_description: str
     read_bandwidth_bytes_per_s: float | None
     working_set_bytes: int
+    """Distinct K and V that the timed steps go round, all strategies together."""
     lengths: tuple[int, ...]
     rows: tuple[Row, ...]
+    comparisons: tuple[Comparison, ...]
+    """Paged against contiguous, and padded against not; none on a device that is not timed."""
 
 
 def strategies(spec: KVSpec, padding: int | str, max_tokens: int) -> list[Strategy]:
@@ -93,7 +118,7 @@ def run_experiment(
     num_q_heads: int,
     batch: int = 8,
     context: int = 1024,
-    steps: int = 2,
+    steps: int = 3,
     padding: int | str = "128-elements",
     device: str = "auto",
     seed: int = 0,
@@ -107,32 +132,45 @@ def run_experiment(
     layers of the model. churn_slots is the size in token slots of the pool that the churn, not executed, fills.
     Raises KVCupyError if more than the read bandwidth seems to be reached.
     """
+    if spec.dtype not in STORAGE_DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(STORAGE_DTYPES)} to be executed, got {spec.dtype}")
     backend = get_backend(device)
     rng = np.random.default_rng(seed)
     lengths = rng.integers(max(1, context // 2), context + 1, batch)
     lengths[rng.integers(batch)] = context
     tokens = int(lengths.sum())
     token_bytes = spec.num_kv_heads * spec.head_dim * spec.itemsize * 2
-    num_pools = layer_pools(backend, tokens * token_bytes)
     tokens_read = sum(tokens + batch * (step + 1) for step in range(steps))  # each step reads its new tokens too
     read_bytes = spec.num_layers * tokens_read * token_bytes
 
     table = strategies(spec, padding, context + steps)
+    num_pools = layer_pools(backend, len(table) * tokens * token_bytes)
+    pages = [sum(strategy.spec.pages_for(int(n) + steps) for n in lengths) for strategy in table]
+    layer_bytes = sum(
+        n * strategy.spec.page_bytes // spec.num_layers for n, strategy in zip(pages, table, strict=True)
+    )
+    if backend.timed and layer_bytes > MAX_UNREAD * len(table) * tokens * token_bytes:
+        raise ValueError(
+            f"context must be longer, or page_size smaller, to measure memory: {tokens} tokens leave the pages "
+            f"that hold them nearly empty; got context {context} and page_size {spec.page_size}"
+        )
     progress("reading memory", 0, 1)
     read_bandwidth = backend.read_bandwidth()
-    costs = [
-        _decode_cost(
-            replace(strategy.spec, num_layers=num_pools),
-            spec.num_layers,
-            num_q_heads,
-            lengths,
-            steps,
-            device,
-            rng,
-            partial(progress, strategy.name),
+    workloads = []
+    for number, strategy in enumerate(table):
+        progress("filling caches", number, len(table))
+        pool_spec = replace(strategy.spec, num_layers=num_pools)
+        workloads.append(_Workload(pool_spec, pages[number], num_q_heads, lengths, device, rng))
+    visits: list[Cost] = []
+    for number in range(steps):
+        progress("decoding", number, steps)
+        for workload in workloads:
+            workload.reserve()
+        rounds = range(number * spec.num_layers, (number + 1) * spec.num_layers)
+        visits += backend.measure(
+            partial(workload.visit, turn % num_pools) for turn in rounds for workload in workloads
         )
-        for strategy in table
-    ]
+    costs = [_total(visits[number :: len(table)]) for number in range(len(table))]
     bandwidths = [None if cost.seconds is None else read_bytes / cost.seconds for cost in costs]
     if read_bandwidth is not None:
         fastest = max(bandwidth or 0.0 for bandwidth in bandwidths)
@@ -173,62 +211,67 @@ def run_experiment(
         device=backend.name,
         device_description=backend.describe(),
         read_bandwidth_bytes_per_s=read_bandwidth,
-        working_set_bytes=num_pools * tokens * token_bytes,
+        working_set_bytes=len(table) * num_pools * tokens * token_bytes,
         lengths=tuple(map(int, lengths)),
         rows=tuple(rows),
+        comparisons=_comparisons([strategy.name for strategy in table], visits) if backend.timed else (),
     )
 
 
-def _decode_cost(
-    pool_spec: KVSpec,
-    num_layers: int,
-    num_q_heads: int,
-    lengths: np.ndarray[Any, Any],
-    steps: int,
-    device: str,
-    rng: np.random.Generator,
-    progress: Callable[[int, int], None],
-) -> Cost:
-    """Cost of `steps` decode steps, each num_layers times append and decode, round the pools of pool_spec.
+class _Workload:
+    """A batch in a cache of one strategy, ready to decode: the same tokens for all strategies."""
 
-    Seconds are by the median layer: on a shared machine, a pause that hits some of them is not theirs.
-    """
-    batch = len(lengths)
-    cache = KVCache(pool_spec, num_pages=sum(pool_spec.pages_for(int(n) + steps) for n in lengths), device=device)
-    _scatter_free_pages(cache, rng)
-    backend = cache.pool.backend
-    chunk, dtype = 1024, STORAGE_DTYPES[pool_spec.dtype]
-    row = (pool_spec.num_kv_heads, pool_spec.head_dim)
-    k, v, q = (
-        backend.upload(rng.standard_normal(shape, np.float32).astype(dtype))
-        for shape in (2 * [(max(chunk, batch), *row)] + [(batch, num_q_heads, pool_spec.head_dim)])
-    )
+    def __init__(
+        self,
+        spec: KVSpec,
+        num_pages: int,
+        num_q_heads: int,
+        lengths: np.ndarray[Any, Any],
+        device: str,
+        rng: np.random.Generator,
+    ) -> None:
+        self.cache = KVCache(spec, num_pages=num_pages, device=device)
+        _scatter_free_pages(self.cache, rng)
+        chunk, dtype, row = 1024, STORAGE_DTYPES[spec.dtype], (spec.num_kv_heads, spec.head_dim)
+        shapes = [*2 * [(max(chunk, len(lengths)), *row)], (len(lengths), num_q_heads, spec.head_dim)]
+        k, v, self.q = (
+            self.cache.pool.backend.upload(rng.standard_normal(shape, np.float32).astype(dtype)) for shape in shapes
+        )
+        self.k, self.v = k[: len(lengths)], v[: len(lengths)]
+        self.sequences = [self.cache.add() for _ in lengths]
+        for sequence, length in zip(self.sequences, lengths, strict=True):
+            for start in range(0, length, chunk):
+                count = min(chunk, int(length) - start)
+                step = self.cache.reserve({sequence: count})
+                for layer in range(spec.num_layers):
+                    self.cache.append(step, layer, k[:count], v[:count])
+        self.step = self.cache.reserve(dict.fromkeys(self.sequences, 0))
+        self.cache.decode(self.step, spec.num_layers - 1, self.q)  # may compile
 
-    sequences = [cache.add() for _ in lengths]
-    for number, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
-        progress(number, batch + steps)
-        for start in range(0, length, chunk):
-            count = min(chunk, int(length) - start)
-            step = cache.reserve({sequence: count})
-            for layer in range(pool_spec.num_layers):
-                cache.append(step, layer, k[:count], v[:count])
+    def reserve(self) -> None:
+        self.step = self.cache.reserve(dict.fromkeys(self.sequences, 1))
 
-    cache.decode(cache.reserve(dict.fromkeys(sequences, 0)), pool_spec.num_layers - 1, q)  # may compile
-    visits: list[Cost] = []
-    for number in range(steps):
-        progress(batch + number, batch + steps)
-        step = cache.reserve(dict.fromkeys(sequences, 1))
+    def visit(self, layer: int) -> None:
+        """What is measured: one layer's part of a step."""
+        self.cache.append(self.step, layer, self.k, self.v)
+        self.cache.decode(self.step, layer, self.q)
 
-        def visit(layer: int, step: Step = step) -> None:
-            cache.append(step, layer, k[:batch], v[:batch])
-            cache.decode(step, layer, q)
 
-        first = number * num_layers
-        layers = [layer % pool_spec.num_layers for layer in range(first, first + num_layers)]
-        visits += backend.measure([partial(visit, layer) for layer in layers])
-    if not backend.timed:
+def _total(visits: list[Cost]) -> Cost:
+    """Counts add up; seconds are the median times their number, since a pause that hits some is not theirs."""
+    if visits[0].seconds is None:
         return Cost.total(visits)
     return Cost(seconds=float(np.median([visit.seconds for visit in visits])) * len(visits))
+
+
+def _comparisons(names: list[str], visits: list[Cost]) -> tuple[Comparison, ...]:
+    seconds = np.array([visit.seconds for visit in visits], np.float64).reshape(-1, len(names))
+    comparisons = []
+    for strategy, baseline in (("paged", "contiguous"), ("paged + padding", "paged")):
+        speeds = seconds[:, names.index(baseline)] / seconds[:, names.index(strategy)]
+        low, middle, high = np.percentile(speeds, (25, 50, 75))
+        comparisons.append(Comparison(strategy, baseline, float(middle), float(high - low) / 2))
+    return tuple(comparisons)
 
 
 def _scatter_free_pages(cache: KVCache, rng: np.random.Generator) -> None:

@@ -114,8 +114,8 @@ class ModelledMachine:
         return durations[:steps]
 
 
-def modelled_machine(model: ModelPreset, gpu: GPU, spec: KVSpec, memory_bytes: int) -> ModelledMachine:
-    """A model on a GPU by the roofline, with a pool of as many pages of `spec` as memory_bytes hold."""
-    pool = PageAllocator(spec.pages_in(memory_bytes), spec.page_size)
+def modelled_machine(model: ModelPreset, gpu: GPU, spec: KVSpec, memory: int | str) -> ModelledMachine:
+    """A model on a GPU by the roofline, with a pool of as many pages of `spec` as memory holds: bytes, or "8GiB"."""
+    pool = PageAllocator(spec.pool_pages(memory), spec.page_size)
     clock = RooflineClock(gpu=gpu, model=model, kv_bytes_per_token=spec.bytes_per_token)
     return ModelledMachine(pool, clock, pool.num_pages, pool.page_size)

@@ -22,7 +22,7 @@ def find(kind: str, name: str, table: Mapping[str, T], aliases: Mapping[str, str
     if wanted in keys:
         return table[keys[wanted]]
     close = dict.fromkeys(keys[match] for match in get_close_matches(wanted, keys, n=5, cutoff=0.5))
-    known = f"did you mean {', '.join(close)}?" if close else f"known: {', '.join(table)}"
+    known = f"did you mean {', '.join(close)}?" if close else "`kvcupy info` lists all"
     raise ValueError(f"unknown {kind} {name!r}; {known}")
 
 

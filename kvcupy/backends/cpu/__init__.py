@@ -10,6 +10,7 @@ import platform
 import subprocess
 import threading
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,15 @@ from kvcupy.spec import parse_bytes
 
 _SMALL_BYTES = 256 << 10  # below this, waking the threads costs more than they save
 _DEFAULT_CACHE_BYTES = 32 << 20
+
+# Between parallel calls libgomp's threads spin by default, and steal the cores from whoever else runs: on a busy
+# machine a call took ten times as long. It reads this wish once, when Numba's thread pool loads it.
+_wish = os.environ.get("OMP_WAIT_POLICY")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+with contextlib.suppress(ImportError):  # a Numba without OpenMP has other thread pools
+    import_module("numba.np.ufunc.omppool")
+if _wish is None:
+    del os.environ["OMP_WAIT_POLICY"]
 
 # Numba's threads neither take two callers at once nor survive a fork: parallel calls hold one lock, and in a
 # forked child the same shares run one after another, with the same results.
