@@ -28,6 +28,7 @@ LAYERS = [
     "bench",
     "simulate",
     "cli",
+    "__main__",
 ]
 """Each imports only from those before it, and from itself."""
 

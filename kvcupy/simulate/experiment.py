@@ -27,8 +27,8 @@ CHURN_REQUESTS = 2000
 
 READ_RETRIES = 3
 
-MAX_UNREAD = 4
-"""Memory is allocated for at most so many times the K and V in it: sparser pages would measure something else."""
+MAX_EMPTY = 4
+"""Slots are allocated for at most so many times the tokens: emptier pages would measure something else."""
 
 
 @dataclass(frozen=True)
@@ -146,10 +146,8 @@ def run_experiment(
     table = strategies(spec, padding, context + steps)
     num_pools = layer_pools(backend, len(table) * tokens * token_bytes)
     pages = [sum(strategy.spec.pages_for(int(n) + steps) for n in lengths) for strategy in table]
-    layer_bytes = sum(
-        n * strategy.spec.page_bytes // spec.num_layers for n, strategy in zip(pages, table, strict=True)
-    )
-    if backend.timed and layer_bytes > MAX_UNREAD * len(table) * tokens * token_bytes:
+    slots = sum(n * strategy.spec.page_size for n, strategy in zip(pages, table, strict=True))
+    if backend.timed and slots > MAX_EMPTY * len(table) * tokens:
         raise ValueError(
             f"context must be longer, or page_size smaller, to measure memory: {tokens} tokens leave the pages "
             f"that hold them nearly empty; got context {context} and page_size {spec.page_size}"
