@@ -19,6 +19,9 @@ from kvcupy.backends.source import Variant
 
 __all__ = ["PtxBackend", "create"]
 
+_OPTIONS = ("-ftz=true",)
+"""CuPy compiles everything with it, so the same is run here."""
+
 _ALIGNMENT = 128
 _LAST_LEVEL_CACHE_BYTES = 50 << 20
 
@@ -72,7 +75,7 @@ class PtxBackend(KernelBackend):
 
     def launch(self, variant: Variant, kernel: str, grid: tuple[int, int], block: int, *arguments: Any) -> None:
         if variant not in self._modules:
-            self._modules[variant] = Module.compile(variant.source(), self.arch)
+            self._modules[variant] = Module.compile(variant.source(), self.arch, _OPTIONS)
         program = self._modules[variant][kernel]
         values: list[int | float] = []
         buffers: list[Buffer] = []
