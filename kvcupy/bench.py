@@ -48,8 +48,8 @@ class Shape:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of a layer's pages."""
-        return self.num_pages * self.spec.strides.page
+        """Bytes of a layer's pages, as whole lines: pools that follow one another are aligned alike."""
+        return -(-self.num_pages * self.spec.strides.page // LINE_BYTES) * LINE_BYTES
 
 
 @dataclass(frozen=True)
@@ -193,8 +193,12 @@ def bench(
 ) -> BenchResult:
     """Measure, or on `ptx` count, these shapes. progress is told (what, how much of it is done, how much there is).
 
-    Raises KVCupyError if more than the read bandwidth seems to be reached.
+    Raises KVCupyError if more than the read bandwidth seems to be reached, ValueError for a dtype whose values are
+    not stored.
     """
+    for shape in wanted:
+        if shape.spec.dtype not in STORAGE_DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(STORAGE_DTYPES)} to measure, got {shape.spec.dtype}")
     backend = get_backend(device)
     if backend.timed:
         return _measure(wanted, backend, rounds, np.random.default_rng(seed), progress)

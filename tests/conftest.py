@@ -17,3 +17,12 @@ def device(request: pytest.FixtureRequest) -> str:
     except DeviceUnavailable as reason:
         pytest.skip(str(reason))
     return name
+
+
+@pytest.fixture
+def ptx() -> None:
+    """Skips a test that needs the device `ptx` where it cannot run."""
+    try:
+        get_backend("ptx")
+    except DeviceUnavailable as reason:
+        pytest.skip(str(reason))

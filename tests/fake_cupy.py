@@ -155,6 +155,8 @@ class RawModule:
         kernel = self._module[name]
 
         def call(grid: tuple[int, ...], block: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+            global ticks
+            ticks += 1
             values = []
             for parameter, argument in zip(kernel.program.kernel.params, arguments, strict=True):
                 if isinstance(argument, ndarray):
@@ -181,12 +183,29 @@ def _device_of_address(address: int) -> Any:
     raise CUDARuntimeError("not an address of a device")
 
 
+class Event:
+    """Its time is the number of launches and events before it, in milliseconds."""
+
+    def record(self) -> None:
+        global ticks
+        ticks += 1
+        self.time = ticks
+
+    def synchronize(self) -> None:
+        pass
+
+
+ticks = 0
+
+
 def stream(number: int = 0, capturing: bool = False) -> Any:
     return SimpleNamespace(ptr=number, synchronize=lambda: None, is_capturing=lambda: capturing)
 
 
 cuda = SimpleNamespace(
     Device=Device,
+    Event=Event,
+    get_elapsed_time=lambda start, end: float(end.time - start.time),
     get_current_stream=stream,
     nvrtc=SimpleNamespace(getVersion=lambda: (12, 9)),
     driver=SimpleNamespace(occupancyMaxActiveBlocksPerMultiprocessor=lambda function, block, shared: 2),

@@ -143,6 +143,83 @@ def test_executed_beside_modelled(capsys: pytest.CaptureFixture[str]) -> None:
     assert "modelled, a10" in text
 
 
+@pytest.mark.usefixtures("ptx", "small_working_set")
+def test_the_experiment_counted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["simulate", *TINY, "--device", "ptx", "--batch", "2", "--context", "20", "--head-dim", "64"]
+    report = json.loads(output_of([*arguments, "--json"], capsys))
+    assert (report["device"], report["gpu"], report["modelled"]) == ("ptx", None, False)
+    assert report["read_bandwidth_bytes_per_s"] is None
+    tokens = sum(_lengths(2, 20)) + 2
+    for row in report["rows"]:
+        for field in ("kv_bandwidth_bytes_per_s", "share_of_read_bandwidth", "tokens_per_s"):
+            assert row[field] is None
+        # One step in 2 layers of 2 heads: what is stored is read, in whole sectors, and the 2 new tokens are written.
+        assert row["kv_bytes"] == tokens * 2 * 2 * 2 * 128
+        assert row["bytes_moved"] == 32 * row["sectors"] > row["kv_bytes"] + 2 * 2 * 2 * 2 * 128
+        assert row["warp_instructions"] > 1000
+    assert json.loads(output_of([*arguments, "--json"], capsys)) == report
+    monkeypatch.setenv("COLUMNS", "80")
+    text = output_of([*arguments[:-1], "125"], capsys)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "counted, not timed" in text
+    assert "GB/s" not in text
+    assert "% sectors against" in text
+
+
+@pytest.mark.usefixtures("ptx")
+def test_a_stream_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["simulate", *TINY, "--device", "ptx", "--requests", "9", "--limit", "2", "--memory", "200KB"]
+    arguments += ["--prompt-tokens", "uniform:3:30", "--output-tokens", "uniform:2:4"]
+    report = json.loads(output_of([*arguments, "--json"], capsys))
+    assert report["requests_finished"] == 2
+    assert all(report[field] is None for field in ("makespan_s", "tokens_per_s", "ttft_s", "tpot_s"))
+    assert report["bytes_moved"] == 32 * report["sectors"] > 0
+    assert report["warp_instructions"] > 0
+    text = output_of([*arguments, "--gpu", "h100"], capsys)
+    assert "counted, ptx" in text
+    assert f"{report['sectors']:,}" in text
+
+
+@pytest.mark.usefixtures("ptx")
+def test_bench_counted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["bench", "--device", "ptx", "--context", "20", "--head-dim", "80", "--dtype", "float16"]
+    arguments += ["--layout", "hnd", "--layout", "interleaved"]
+    report = json.loads(output_of([*arguments, "--json"], capsys))
+    assert (report["schema"], report["device"]) == ("kvcupy.bench/1", "ptx")
+    assert (report["gpu"], report["modelled"], report["read_bandwidth_bytes_per_s"]) == (None, False, None)
+    found = {(row["layout"], row["row_align"]): row["kv_lines_with_k_and_v"] for row in report["rows"]}
+    # A head's K and V of 16 tokens are 40 lines in a row, in every 5 of them K and V meet in 3; of 4 tokens: 10.
+    assert found == {
+        **dict.fromkeys([("interleaved", 1), ("interleaved", 16)], 2 * 2 * (24 + 6)),
+        **dict.fromkeys([("interleaved", 128), ("interleaved", "128-elements")], 0),
+        **dict.fromkeys([("hnd", align) for align in (1, 16, 128, "128-elements")], 0),
+    }
+    assert all(row["seconds"] is None for row in report["rows"])
+    monkeypatch.setenv("COLUMNS", "80")
+    text = output_of(arguments, capsys)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "changes nothing at 80" in text
+    assert "60% with rows of 160 bytes" in " ".join(text.split())
+
+
+@pytest.mark.usefixtures("small_working_set")
+def test_bench_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["bench", "--device", "cpu", "--batch", "2", "--context", "40", "--heads", "4/2", "--rounds", "2"]
+    report = json.loads(output_of([*arguments, "--head-dim", "24", "--dtype", "float32", "--json"], capsys))
+    assert report["read_bandwidth_bytes_per_s"] == 1e15
+    assert report["working_set_bytes"] >= 1 << 18
+    assert [row["op"] for row in report["rows"]] == ["decode", "append"]
+    for row in report["rows"]:
+        assert row["kv_bytes"] == 2 * 2 * 40 * 2 * 24 * 4
+        assert row["bytes_per_s"] == pytest.approx(row["kv_bytes"] / row["seconds"])
+        assert 0 < row["share_of_read_bandwidth"] < 1
+        assert row["kv_sectors"] is None
+    monkeypatch.setenv("COLUMNS", "80")
+    text = output_of(arguments, capsys)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "4/2×128" in text
+
+
 def test_execution_follows_the_same_schedule_as_the_model() -> None:
     """All at once, first come first served: pages do not depend on the clock, preemptions included."""
     from kvcupy import KVCache
@@ -215,6 +292,10 @@ def test_all_of_the_azure_trace(capsys: pytest.CaptureFixture[str]) -> None:
         (["simulate", "--device", "gpu"], "device must be one of auto, cpu, cuda, ptx, got 'gpu'"),
         (["simulate", "--dtype", "int8"], "dtype must be one of float32, float16, bfloat16 to be executed, got int8"),
         (["simulate", "--requests", "3", "--gpu", "h1000"], "h100"),
+        (["bench", "--heads", "3/2"], "--heads must be query heads, a slash and KV heads"),
+        (["bench", "--device", "cpu", "--layout", "x"], "layout must be one of interleaved"),
+        (["bench", "--device", "cpu", "--row-align", "3"], "row_align must be one of 1, 16"),
+        (["bench", "--device", "cpu", "--dtype", "int8"], "must be one of float32, float16, bfloat16"),
         (["simulate", "--requests", "3", "--memory", "lots"], "memory must be bytes or a size such as 8GiB"),
         (["simulate", "--requests", "3", "--prompt-tokens", "normal:3"], "prompt_tokens must be"),
         (["simulate", "--requests", "3", "--trace", "x.csv"], "--trace or --requests, not both"),

@@ -11,8 +11,10 @@ import pytest
 from problems import assert_close, assert_same, host, make_problem, on_device
 
 import kvcupy.backends
-from kvcupy import DeviceUnavailable, KVCache, KVSpec, decode_attention, merge_states
+from kvcupy import DeviceUnavailable, KVCache, KVSpec, decode_attention, measure, merge_states
 from kvcupy.backends import cuda, get_backend
+from kvcupy.bench import Axes, bench
+from kvcupy.simulate import experiment
 
 try:
     get_backend("ptx")
@@ -95,6 +97,38 @@ def test_workspaces_belong_to_streams(backend: Any, monkeypatch: pytest.MonkeyPa
     assert backend.workspace(200) is not one
     monkeypatch.setattr(fake_cupy.cuda, "get_current_stream", lambda: fake_cupy.stream(7))
     assert backend.workspace(100) is not one
+
+
+def test_what_is_measured_is_the_gpu_between_events(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_HOLD_CYCLES", 10)
+    problem = make_problem(SPEC, [9], "cuda")
+    arguments = problem.queries(1, 2), problem.pool, problem.page_table, problem.seq_lens
+
+    def twice() -> None:
+        for _ in range(2):
+            decode_attention(*arguments)
+
+    # In the stand-in's time a launch takes a millisecond, and so does an event; a decode is two launches.
+    one, two = backend.measure([lambda: decode_attention(*arguments), twice])
+    assert (one.seconds, two.seconds) == (0.003, 0.005)
+    assert one.sectors is None
+
+
+def test_the_experiment_and_the_benchmark_run_on_the_gpu(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_HOLD_CYCLES", 10)
+    monkeypatch.setattr(measure, "MIN_WORKING_SET_BYTES", 1)
+    monkeypatch.setattr(measure, "CACHE_MULTIPLE", 0)
+    monkeypatch.setattr(experiment, "CHURN_REQUESTS", 10)
+    monkeypatch.setattr(cuda.CudaBackend, "read_bandwidth", lambda self: 1e9)
+    result = experiment.run_experiment(SPEC, num_q_heads=2, batch=2, context=9, steps=1, device="cuda")
+    assert result.device == "cuda"
+    for row in result.rows:  # per layer: append, decode, merge, and the event
+        assert row.tokens_per_s == pytest.approx(2 / (2 * 4e-3))
+        assert row.sectors is None
+    axes = Axes(batch=(1,), context=(8,), heads=((2, 1),), head_dim=(32,))
+    decode, append = bench(axes.shapes(), "cuda", rounds=2).rows
+    assert (decode.seconds, append.seconds) == (0.003, 0.002)
+    assert decode.share_of_read_bandwidth == pytest.approx(8 * 2 * 64 / 0.003 / 1e9)
 
 
 def test_checks_are_refused_under_capture(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
