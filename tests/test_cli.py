@@ -163,7 +163,7 @@ def test_the_experiment_counted(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert max(map(len, text.splitlines())) <= 80
     assert "counted, not timed" in text
     assert "GB/s" not in text
-    assert "% sectors against" in text
+    assert "% sectors" in text
 
 
 @pytest.mark.usefixtures("ptx")
