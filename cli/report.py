@@ -104,7 +104,7 @@ def print_experiment(result: ExperimentResult, model: ModelPreset, spec: KVSpec,
             else "counted, not timed"
         )
     )
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
     table.add_column("strategy", no_wrap=True)
     measured = ("KV\nGB/s", "read\nshare", "tokens\n/s") if timed else ("sectors", "bytes\nmoved", "warp\ninstr.")
     for column in (*measured, "bytes\n/token", "pad-\nding", "inter-\nnal", "exter-\nnal"):

@@ -215,7 +215,7 @@ def _experiment(
 ) -> None:
     from kvcupy.simulate.experiment import run_experiment
 
-    churn_slots = 32 * context if memory is None else spec.pool_pages(memory) * spec.page_size
+    churn_bytes = None if memory is None else spec.pool_pages(memory) * spec.page_bytes
     with report.progress(hidden=as_json) as progress:
         result = run_experiment(
             spec,
@@ -226,12 +226,12 @@ def _experiment(
             padding=padding,
             device=device,
             seed=seed,
-            churn_slots=churn_slots,
+            churn_bytes=churn_bytes,
             progress=progress,
         )
     if as_json:
         settings = _settings(model, spec, batch=batch, context=context, steps=steps, seed=seed)
-        settings |= {"row_align": padding, "churn_slots": churn_slots}
+        settings |= {"row_align": padding, "churn_bytes": churn_bytes}
         print(json.dumps(report.experiment_json(result, settings), indent=2))
     else:
         report.print_experiment(result, model, spec, padding)

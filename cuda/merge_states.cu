@@ -19,7 +19,10 @@ extern "C" __global__ void merge_states(
     const float scale = sum == 0.0f ? 0.0f : fast_reciprocal(sum);
     for (int i = threadIdx.x % 32; i < head_dim; i += 32) {
         const Offset at = row * head_dim + i;
-        from_float((weight_a * to_float(a[at]) + weight_b * to_float(b[at])) * scale, out[at]);
+        // What an empty set brings is not looked at: it may be NaN.
+        const float part_a = weight_a == 0.0f ? 0.0f : weight_a * to_float(a[at]);
+        const float part_b = weight_b == 0.0f ? 0.0f : weight_b * to_float(b[at]);
+        from_float((part_a + part_b) * scale, out[at]);
     }
     if (threadIdx.x % 32 == 0) lse[row] = sum == 0.0f ? -infinity() : top + fast_log2(sum) * LN_2;
 }

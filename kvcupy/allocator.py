@@ -32,13 +32,15 @@ class Reservation:
     """Room for new tokens, granted to a batch of sequences at once.
 
     counts: new tokens of each sequence, in batch order.
+    allocator: whose pages they are.
     copies: (source, destination) pages that must be copied before anything is written.
     grown: sequences whose list of pages changed.
     """
 
-    __slots__ = ("_batch", "_epoch", "copies", "counts", "grown")
+    __slots__ = ("_batch", "_epoch", "allocator", "copies", "counts", "grown")
 
-    def __init__(self, counts: Mapping[int, int], batch: _Batch, epoch: int) -> None:
+    def __init__(self, allocator: PageAllocator, counts: Mapping[int, int], batch: _Batch, epoch: int) -> None:
+        self.allocator = allocator
         self.counts = counts
         self.copies: list[tuple[int, int]] = []
         self.grown: list[int] = []
@@ -72,7 +74,7 @@ class PageAllocator:
         self._room: dict[int, int] = {}  # slots still empty in the last page: 0 to page_size - 1
         self._shared: dict[int, int] = {}  # page -> owners beyond the first; exclusive pages are absent
         self._batches: dict[int, _Batch] = {}
-        self._last = Reservation({}, _Batch(), 0)
+        self._last = Reservation(self, {}, _Batch(), 0)
         self._next_id = 0
         self._epoch = 0  # counts changes
 
@@ -127,16 +129,15 @@ class PageAllocator:
         """
         if not isinstance(counts, Mapping):
             raise TypeError(f"counts must map sequences to whole numbers, got {counts!r}")
-        counts = dict(counts)
         last = self._last
         # The usual step asks for what the last one asked for. (1.0 equals 1, but makes the sum a float.)
-        repeated = counts == last.counts and last.alive and type(sum(counts.values())) is int
-        if not repeated:
-            if not counts.keys() <= self._pages.keys():
-                for sequence in counts:
-                    self._require(sequence)
-            if set(map(type, counts.values())) - {int} or min(counts.values(), default=0) < 0:
-                counts = {s: whole_number(f"counts[{s}]", n, 0) for s, n in counts.items()}
+        repeated = (
+            counts == last.counts
+            and last.alive
+            and list(counts) == list(last.counts)
+            and type(sum(counts.values())) is int
+        )
+        counts = last.counts if repeated else self._valid_counts(counts)
         room = self._room
         short = []
         for sequence, count in counts.items():
@@ -152,7 +153,7 @@ class PageAllocator:
             for old in set(map(self._batches.__getitem__, counts)):
                 old.latest = None
             self._batches.update(dict.fromkeys(counts, batch))
-        self._last = reservation = Reservation(counts, batch, self._epoch)
+        self._last = reservation = Reservation(self, counts, batch, self._epoch)
         if growth:
             self._grow(reservation, growth)
         return reservation
@@ -164,6 +165,8 @@ class PageAllocator:
         meanwhile: then the sequence keeps its copy, which holds the same tokens.
         Raises StaleStep for a reservation that is no longer alive.
         """
+        if reservation.allocator is not self:
+            raise ValueError("the step must come from this cache, got one of another")
         if not reservation.alive:
             raise StaleStep("this step's sequences have changed since it was reserved: nothing to cancel")
         undisturbed = reservation._epoch == self._epoch
@@ -228,8 +231,17 @@ class PageAllocator:
     # Inside
 
     def _require(self, sequence: int) -> None:
-        if sequence not in self._pages:
+        if isinstance(sequence, bool | float) or sequence not in self._pages:
             raise ValueError(f"unknown sequence {sequence!r}")
+
+    def _valid_counts(self, counts: Mapping[int, int]) -> dict[int, int]:
+        if set(map(type, counts)) - {int} or not counts.keys() <= self._pages.keys():
+            for sequence in counts:
+                self._require(sequence)
+            counts = {int(sequence): count for sequence, count in counts.items()}
+        if set(map(type, counts.values())) - {int} or min(counts.values(), default=0) < 0:
+            return {s: whole_number(f"counts[{s}]", n, 0) for s, n in counts.items()}
+        return dict(counts)
 
     def _retire(self, sequence: int) -> None:
         """The sequence is about to change in a way that its last reservation does not describe."""

@@ -215,7 +215,7 @@ class _Batch:
         self.pools = []
         for number in range(num_pools):
             data = memory[number * shape.pool_bytes : (number + 1) * shape.pool_bytes]
-            self.pools.append(LayerPool.wrap(spec, data, spec.strides, device=backend.name))
+            self.pools.append(LayerPool.wrap(spec, data, strides=spec.strides, device=backend.name))
         self.page_table = rng.permutation(shape.num_pages).astype(np.int32).reshape(shape.batch, -1)
         self._table = backend.upload(self.page_table)
         self._lengths = backend.upload(np.full(shape.batch, shape.context, np.int32))

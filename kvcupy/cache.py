@@ -12,8 +12,8 @@ from kvcupy import ops
 from kvcupy.allocator import PageAllocator, Reservation
 from kvcupy.backends.base import Array
 from kvcupy.errors import StaleStep
-from kvcupy.pool import KVPool
-from kvcupy.spec import KVSpec
+from kvcupy.pool import KVPool, LayerPool, Unique
+from kvcupy.spec import KVSpec, whole_number
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +58,7 @@ class CacheStats:
     """Share of a row's bytes that is padding."""
 
 
-class KVCache:
+class KVCache(Unique):
     """A paged KV cache of many sequences on one device.
 
     spec: the shape of a token's K and V. Give num_pages, or memory as bytes or text such as "8GiB".
@@ -151,44 +151,18 @@ class KVCache:
         A count of 0 puts a sequence into the batch without a new token.
         """
         reservation = self._allocator.reserve(counts)
-        counts = reservation.counts
-        batch = len(counts)
-        if reservation.copies:
-            pairs = np.array(reservation.copies, np.int64).T.copy()
-            backend = self.pool.backend
-            backend.copy_pages(self.pool.data, *map(backend.asarray, pairs))
-        new = np.fromiter(counts.values(), np.int64, batch)
-        ends = np.fromiter(map(self._allocator.length, counts), np.int64, batch)
-        starts = ends - new
-        for sequence in reservation.grown:
-            first = (self._allocator.length(sequence) - counts[sequence]) // self.spec.page_size
-            self._write_row(sequence, first)
-        rows = np.fromiter(map(self._rows.__getitem__, counts), np.int64, batch)
-        page_size = self.spec.page_size
-        num_pages = -(-ends // page_size)
-        columns = np.arange(max(1, int(num_pages.max(initial=0))))
-        table = np.where(columns < num_pages[:, None], self._table[rows[:, None], columns], np.int32(-1))
-        # Position of each new token in its sequence: start + how many of the sequence's new tokens precede it.
-        positions = np.arange(int(new.sum())) + np.repeat(starts - (np.cumsum(new) - new), new)
-        pages = self._table[np.repeat(rows, new), positions // page_size].astype(np.int64)
-        to_device = self.pool.backend.upload
-        return Step(
-            sequences=tuple(counts),
-            counts=tuple(counts.values()),
-            seq_lens=to_device(ends.astype(np.int32)),
-            page_table=to_device(table),
-            slot_mapping=to_device(pages * page_size + positions % page_size),
-            _reservation=reservation,
-        )
+        try:
+            return self._make_step(reservation)
+        except BaseException:  # no memory for the step's arrays, or an interrupt
+            self._cancel(reservation)
+            raise
 
     def cancel(self, step: Step) -> None:
         """Undo a reservation: lengths and pages are as before; the step, and any older one, is stale.
 
         Raises StaleStep if it no longer stands.
         """
-        self._allocator.cancel(step._reservation)
-        for sequence in step.sequences:
-            self._write_row(sequence, 0)
+        self._cancel(step._reservation)
 
     def append(self, step: Step, layer: int, k: Any, v: Any) -> None:
         """Store the step's new tokens in one layer.
@@ -269,14 +243,50 @@ class KVCache:
 
     # Inside
 
-    def _layer(self, step: Step, layer: int) -> Any:
+    def _make_step(self, reservation: Reservation) -> Step:
+        counts = reservation.counts
+        batch = len(counts)
+        if reservation.copies:
+            pairs = np.array(reservation.copies, np.int64).T.copy()
+            backend = self.pool.backend
+            backend.copy_pages(self.pool.data, *map(backend.asarray, pairs))
+        new = np.fromiter(counts.values(), np.int64, batch)
+        ends = np.fromiter(map(self._allocator.length, counts), np.int64, batch)
+        starts = ends - new
+        for sequence in reservation.grown:
+            first = (self._allocator.length(sequence) - counts[sequence]) // self.spec.page_size
+            self._write_row(sequence, first)
+        rows = np.fromiter(map(self._rows.__getitem__, counts), np.int64, batch)
+        page_size = self.spec.page_size
+        num_pages = -(-ends // page_size)
+        columns = np.arange(max(1, int(num_pages.max(initial=0))))
+        table = np.where(columns < num_pages[:, None], self._table[rows[:, None], columns], np.int32(-1))
+        # Position of each new token in its sequence: start + how many of the sequence's new tokens precede it.
+        positions = np.arange(int(new.sum())) + np.repeat(starts - (np.cumsum(new) - new), new)
+        pages = self._table[np.repeat(rows, new), positions // page_size].astype(np.int64)
+        to_device = self.pool.backend.upload
+        return Step(
+            sequences=tuple(counts),
+            counts=tuple(counts.values()),
+            seq_lens=to_device(ends.astype(np.int32)),
+            page_table=to_device(table),
+            slot_mapping=to_device(pages * page_size + positions % page_size),
+            _reservation=reservation,
+        )
+
+    def _cancel(self, reservation: Reservation) -> None:
+        self._allocator.cancel(reservation)
+        for sequence in reservation.counts:
+            self._write_row(sequence, 0)
+
+    def _layer(self, step: Step, layer: int) -> LayerPool:
+        if step._reservation.allocator is not self._allocator:
+            raise ValueError("step must come from this cache, got one of another")
         if not step.alive:
             raise StaleStep(
                 "this step's sequences were reserved again, forked, truncated, freed or cancelled since: reserve anew"
             )
-        if not 0 <= layer < len(self._layers):
-            raise ValueError(f"layer must be 0 to {len(self._layers) - 1}, got {layer}")
-        return self._layers[layer]
+        return self._layers[whole_number("layer", layer, 0, len(self._layers) - 1)]
 
     def _give_row(self, sequence: int) -> None:
         if not self._free_rows:

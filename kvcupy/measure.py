@@ -13,6 +13,9 @@ MIN_WORKING_SET_BYTES = 1 << 30
 CACHE_MULTIPLE = 8
 """The working set is at least this many times the last-level cache, and MIN_WORKING_SET_BYTES."""
 
+MIN_READ_BYTES = 1 << 20
+"""What one measured call reads, at least: below, the call itself takes longer."""
+
 MAX_SHARE = 1.02
 """A larger share of the read bandwidth is a fault of the measurement, not a result."""
 

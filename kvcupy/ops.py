@@ -21,6 +21,7 @@ from kvcupy.pool import LayerPool
 
 __all__ = ["append", "decode_attention", "gather", "merge_states"]
 
+_MAX_SCALE = 2.0**127  # scores are taken in base 2, so that scale · log2(e) must fit float32
 _BFLOAT16 = STORAGE_DTYPES["bfloat16"]
 _FLOATS = (*STORAGE_DTYPES.values(), np.dtype(np.float64))
 
@@ -304,7 +305,10 @@ def _scale(scale: Any, head_dim: int) -> float:
         scale = scale.item()  # a NumPy scalar, or an array of one element on any device
     if isinstance(scale, bool) or not isinstance(scale, Real):
         raise TypeError(f"scale must be a real number, got {scale!r}")
-    value = float(scale)
-    if not math.isfinite(value):
-        raise ValueError(f"scale must be finite, got {value}")
+    try:
+        value = float(scale)
+    except OverflowError:
+        value = math.inf
+    if not abs(value) < _MAX_SCALE:
+        raise ValueError(f"scale must be finite, and so must its float32 multiple by log2(e), got {scale}")
     return value

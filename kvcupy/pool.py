@@ -12,7 +12,17 @@ from kvcupy.backends.base import STORAGE_DTYPES, Array, Layer
 from kvcupy.spec import LAYOUTS, KVSpec, Strides, whole_number
 
 
-class LayerPool:
+class Unique:
+    """An object whose kernels know memory by its address: a copy would write into the original's."""
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled: it holds device memory by address; "
+            "make a new one from its spec, and fork sequences to copy them"
+        )
+
+
+class LayerPool(Unique):
     """The pages of one layer, as the functional operations take them.
 
     Made by indexing a `KVPool`, or by `wrap` over memory that the caller owns.
@@ -41,7 +51,7 @@ class LayerPool:
         return self.layer.num_pages * self.layer.spec.page_size
 
     @classmethod
-    def wrap(cls, spec: KVSpec, data: Any, strides: Strides | None = None, device: str | None = None) -> LayerPool:
+    def wrap(cls, spec: KVSpec, data: Any, *, strides: Strides | None = None, device: str | None = None) -> LayerPool:
         """A layer over memory that the caller owns; nothing is copied, and append writes into it.
 
         data: without `strides`, an array with one axis for the page, then the axes of spec.layout, then
@@ -75,6 +85,8 @@ class LayerPool:
             strides = Strides(**dict(zip(axes, array.strides[:-1], strict=True)))
             row_bytes = int(array.shape[-1]) * spec.itemsize
         else:
+            if not isinstance(strides, Strides):
+                raise TypeError(f"strides must be kvcupy.Strides, got {strides!r}")
             if not array.flags.c_contiguous:
                 raise ValueError("data must be contiguous when strides are given")
             row_bytes = spec.row_bytes
@@ -112,7 +124,7 @@ def _require_disjoint_rows(strides: Strides, sizes: dict[str, int], row_bytes: i
         extent = step * size
 
 
-class KVPool:
+class KVPool(Unique):
     """All layers of a cache in one allocation: layer l at l · layer_stride bytes, each a view.
 
     Give num_pages, or memory as bytes or text ("8GiB"): then as many pages as fit, never a byte more.

@@ -46,20 +46,6 @@ LAYOUTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 ROW_ALIGNS: tuple[int | str, ...] = (1, 16, 32, 64, 128, "128-elements")
 
 
-@dataclass(frozen=True)
-class Strides:
-    """Byte steps from one (page, head, token, K|V) to the next inside one layer."""
-
-    page: int
-    head: int
-    token: int
-    kv: int
-
-    def offset(self, page: int, head: int, token: int, kv: int) -> int:
-        """Bytes from the start of the layer to the row of (page, head, token, kv); kv is 0 for K, 1 for V."""
-        return page * self.page + head * self.head + token * self.token + kv * self.kv
-
-
 def whole_number(name: str, value: object, minimum: int, maximum: int | None = None) -> int:
     """`value` as an int, or a TypeError or ValueError that names the argument."""
     if isinstance(value, bool):
@@ -72,6 +58,24 @@ def whole_number(name: str, value: object, minimum: int, maximum: int | None = N
         expected = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
         raise ValueError(f"{name} must be {expected}, got {number}")
     return number
+
+
+@dataclass(frozen=True)
+class Strides:
+    """Byte steps from one (page, head, token, K|V) to the next inside one layer."""
+
+    page: int
+    head: int
+    token: int
+    kv: int
+
+    def __post_init__(self) -> None:
+        for name in ("page", "head", "token", "kv"):
+            object.__setattr__(self, name, whole_number(f"strides.{name}", getattr(self, name), 0))
+
+    def offset(self, page: int, head: int, token: int, kv: int) -> int:
+        """Bytes from the start of the layer to the row of (page, head, token, kv); kv is 0 for K, 1 for V."""
+        return page * self.page + head * self.head + token * self.token + kv * self.kv
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -201,9 +201,9 @@ def test_bad_calls_are_named(device: str) -> None:
     a = cache.add()
     step = cache.reserve({a: 2})
     k = np.ones((2, 2, 8), np.float32)
-    with pytest.raises(ValueError, match="layer must be 0 to 1, got 2"):
+    with pytest.raises(ValueError, match="layer must be from 0 to 1, got 2"):
         cache.append(step, 2, k, k)
-    with pytest.raises(ValueError, match="layer must be 0 to 1, got -1"):
+    with pytest.raises(ValueError, match="layer must be from 0 to 1, got -1"):
         cache.append(step, -1, k, k)
     with pytest.raises(ValueError, match="k and v must have a token for each of 2 slots, got 1 tokens"):
         cache.append(step, 0, k[:1], k[:1])

@@ -50,6 +50,7 @@ def small_working_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """An experiment in milliseconds; its shares mean nothing, so memory is said to be fast."""
     monkeypatch.setattr(measure, "MIN_WORKING_SET_BYTES", 1 << 18)
     monkeypatch.setattr(measure, "CACHE_MULTIPLE", 0)
+    monkeypatch.setattr(experiment, "MIN_READ_BYTES", 0)
     monkeypatch.setattr(experiment, "CHURN_REQUESTS", 100)
     monkeypatch.setattr(CpuBackend, "read_bandwidth", lambda self: 1e15)
 
@@ -99,8 +100,10 @@ def _lengths(batch: int, context: int) -> Any:
 @pytest.mark.usefixtures("small_working_set")
 def test_the_experiment_as_a_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    text = output_of(["simulate", "--batch", "2", "--context", "40", "--layers", "2"], capsys)
+    text = output_of(["simulate", "--batch", "2", "--context", "40"], capsys)
     assert max(map(len, text.splitlines())) <= 80
+    assert text.count("524,288 ") == 4
+    assert "…" not in text
     assert text.startswith("Executed on cpu: ")
     assert "paged + padding" in text
     assert "Padding to 128-elements changes nothing here" in text
@@ -288,7 +291,11 @@ def test_all_of_the_azure_trace(capsys: pytest.CaptureFixture[str]) -> None:
         (["simulate", "--trace", "x.csv", "--rate", "3"], "--rate is for requests: give --requests N too"),
         (["simulate", "--requests", "3", "--steps", "3"], "belong to the experiment"),
         (["simulate", "--requests", "3", "--memory", "1MB"], "memory must hold at least one page of 8388608 bytes"),
-        (["simulate", "--context", "1", "--batch", "1"], "leave the pages that hold them nearly empty"),
+        (["simulate", "--context", "1", "--batch", "1"], "at least 1048576 bytes, or the calls would be measured"),
+        (["simulate", "--page-size", "9999"], "leave the pages that hold them nearly empty"),
+        (["simulate", "--memory", "1KiB"], "memory must hold at least one page"),
+        (["simulate", "--requests", "5", "--memory", "0"], "memory must hold at least one page"),
+        (["simulate", "--requests", "5", "--page-size", "2000000000"], "memory must hold at least one page"),
         (["simulate", "--device", "gpu"], "device must be one of auto, cpu, cuda, ptx, got 'gpu'"),
         (["simulate", "--dtype", "int8"], "dtype must be one of float32, float16, bfloat16 to be executed, got int8"),
         (["simulate", "--requests", "3", "--gpu", "h1000"], "h100"),

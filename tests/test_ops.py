@@ -296,7 +296,7 @@ def test_wrap_by_strides(device: str) -> None:
     spec = small_spec(layout="nhd", dtype="float16")
     buffer = on_device(device, np.full((2, 6, 4, 2, 32), np.nan, np.float16))
     page = 4 * 2 * 32 * 2
-    pool = LayerPool.wrap(spec, buffer, Strides(page=page, head=64, token=128, kv=6 * page), device=device)
+    pool = LayerPool.wrap(spec, buffer, strides=Strides(page=page, head=64, token=128, kv=6 * page), device=device)
     assert pool.num_pages == 6
     k, v = np.random.default_rng(5).standard_normal((2, 3, 2, 32)).astype(np.float16)
     append(k, v, pool, [1, 23, 8])
@@ -310,7 +310,7 @@ def test_wrap_refuses_what_does_not_fit(device: str) -> None:
     spec = small_spec()
 
     def wrap(data: Any, strides: Strides | None = None) -> Any:
-        return LayerPool.wrap(spec, data, strides, device=device)
+        return LayerPool.wrap(spec, data, strides=strides, device=device)
 
     good = on_device(device, np.zeros((3, 2, 4, 2, 32), np.float16))
     wrap(good)

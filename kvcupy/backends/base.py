@@ -65,6 +65,13 @@ class Cost:
         return cls(*(None if None in column else sum(column) for column in columns))
 
 
+def host_array(array: Any) -> np.ndarray[Any, Any]:
+    """Any array-like in host memory as NumPy; one that knows DLPack alone without a copy."""
+    if hasattr(array, "__dlpack__") and not hasattr(array, "__array__"):
+        return np.from_dlpack(array)
+    return np.asarray(array)
+
+
 class Backend(ABC):
     """The operations of one device, on arrays in its memory. Rows of K, V, q and out are C-contiguous.
 

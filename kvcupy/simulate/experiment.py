@@ -16,7 +16,7 @@ import numpy as np
 from kvcupy.backends import get_backend
 from kvcupy.backends.base import STORAGE_DTYPES, Cost
 from kvcupy.cache import KVCache
-from kvcupy.measure import MAX_SHARE, layer_pools, require_plausible
+from kvcupy.measure import MAX_SHARE, MIN_READ_BYTES, layer_pools, require_plausible
 from kvcupy.simulate.fragmentation import churn
 from kvcupy.spec import KVSpec
 
@@ -122,14 +122,15 @@ def run_experiment(
     padding: int | str = "128-elements",
     device: str = "auto",
     seed: int = 0,
-    churn_slots: int = 32768,
+    churn_bytes: int | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> ExperimentResult:
     """Measure decode from every strategy, and churn requests through its allocator.
 
     spec: the model's cache; its row_align is replaced by each strategy's.
     batch sequences of context/2 to context tokens (the seed decides) decode `steps` tokens each, through all
-    layers of the model. churn_slots is the size in token slots of the pool that the churn, not executed, fills.
+    layers of the model. churn_bytes is the size of the pool that the churn, not executed, fills; None:
+    32 sequences of `context` tokens without padding.
     Raises KVCupyError if more than the read bandwidth seems to be reached.
     """
     if spec.dtype not in STORAGE_DTYPES:
@@ -144,7 +145,14 @@ def run_experiment(
     read_bytes = spec.num_layers * tokens_read * token_bytes
 
     table = strategies(spec, padding, context + steps)
-    num_pools = layer_pools(backend, len(table) * tokens * token_bytes)
+    layer_bytes = tokens * token_bytes
+    if backend.timed and layer_bytes < MIN_READ_BYTES:
+        raise ValueError(
+            f"batch and context must make a layer's K and V at least {MIN_READ_BYTES} bytes, or the calls would be "
+            f"measured and not memory; got {layer_bytes} bytes from {tokens} tokens"
+        )
+    # A pool that is not visited twice need not be there twice: reading memory, below, empties the caches.
+    num_pools = min(layer_pools(backend, len(table) * layer_bytes), spec.num_layers * steps)
     pages = [sum(strategy.spec.pages_for(int(n) + steps) for n in lengths) for strategy in table]
     slots = sum(n * strategy.spec.page_size for n, strategy in zip(pages, table, strict=True))
     if backend.timed and slots > MAX_EMPTY * len(table) * tokens:
@@ -152,13 +160,13 @@ def run_experiment(
             f"context must be longer, or page_size smaller, to measure memory: {tokens} tokens leave the pages "
             f"that hold them nearly empty; got context {context} and page_size {spec.page_size}"
         )
-    progress("reading memory", 0, 1)
-    read_bandwidth = backend.read_bandwidth()
     workloads = []
     for number, strategy in enumerate(table):
         progress("filling caches", number, len(table))
         pool_spec = replace(strategy.spec, num_layers=num_pools)
         workloads.append(_Workload(pool_spec, pages[number], num_q_heads, lengths, device, rng))
+    progress("reading memory", 0, 1)
+    read_bandwidth = backend.read_bandwidth()
     visits: list[Cost] = []
     for number in range(steps):
         progress("decoding", number, steps)
@@ -177,13 +185,16 @@ def run_experiment(
                 read_bandwidth = max(read_bandwidth, backend.read_bandwidth() or 0.0)
         require_plausible(fastest / read_bandwidth)
 
+    if churn_bytes is None:
+        churn_bytes = 32 * context * table[0].spec.bytes_per_token
     rows = []
     for number, (strategy, cost, bandwidth) in enumerate(zip(table, costs, bandwidths, strict=True)):
         progress("churn", number, len(table))
+        slots = churn_bytes // strategy.spec.bytes_per_token
         waste = churn(
             "contiguous" if strategy.contiguous else "paged",
             num_requests=CHURN_REQUESTS,
-            slots=churn_slots,
+            slots=slots,
             page_size=spec.page_size,
             seed=seed,
         )

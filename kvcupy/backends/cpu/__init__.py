@@ -17,7 +17,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from kvcupy.backends.base import Array, Backend, Layer
+from kvcupy.backends.base import Array, Backend, Layer, host_array
 from kvcupy.backends.cpu import kernels
 from kvcupy.spec import parse_bytes
 
@@ -81,7 +81,7 @@ class CpuBackend(Backend):
         return np.frombuffer(memory, np.uint8)
 
     def asarray(self, array: Any) -> Array:
-        return np.asarray(array)
+        return host_array(array)
 
     def tonumpy(self, array: Array) -> Array:
         return array
@@ -124,8 +124,7 @@ class CpuBackend(Backend):
         rows, q_heads, head_dim = q.shape
         heads = layer.spec.num_kv_heads
         page_table = _as_kernels_take(page_table, np.int32)
-        work = _work(page_table, seq_lens, query_lens, layer.spec.page_size, heads)
-        assert len(work.tokens) == rows, "query_lens must add up to the query tokens"
+        work = _work(page_table, seq_lens, query_lens, rows, layer.spec.page_size, heads)
         # Scores in base 2: exp2 is cheaper than exp.
         scaled = np.ascontiguousarray(q, np.float32) * np.float32(scale * np.log2(np.e))
         direct = out.dtype == np.float32 and out.flags.carray
@@ -177,7 +176,11 @@ class CpuBackend(Backend):
         total = weight_a + weight_b
         divisor = np.where(total == 0, np.float32(1), total)
         share_a, share_b = (weight_a / divisor)[:, None], (weight_b / divisor)[:, None]
-        merged = share_a * out_a.astype(np.float32) + share_b * out_b.astype(np.float32)
+        # What an empty set brings is not looked at: it may be NaN.
+        merged = sum(
+            np.where(share == 0, np.float32(0), share * part.astype(np.float32))
+            for share, part in ((share_a, out_a), (share_b, out_b))
+        )
         out[...] = merged
         lse[...] = np.where(total == 0, -np.inf, shift + np.log(divisor))
 
@@ -243,15 +246,22 @@ def _inputs(k: Array, v: Array) -> Array:
     return np.array([[a.ctypes.data, *a.strides[:2]] for a in (k, v)], np.int64)
 
 
-def _work(page_table: Array, seq_lens: Any, query_lens: Any, page_size: int, heads: int) -> kernels.Work:
-    """Each query token as a row of its own: the sequence it reads, and how many tokens of it."""
+def _work(page_table: Array, seq_lens: Any, query_lens: Any, rows: int, page_size: int, heads: int) -> kernels.Work:
+    """Each query token as a row of its own: the sequence it reads, and how many tokens of it.
+
+    Rows that unchecked query_lens leave over read nothing; what they count beyond the rows is cut off.
+    """
     tokens = np.minimum(_as_kernels_take(seq_lens, np.int64), page_table.shape[1] * page_size)
     sequences = np.arange(len(tokens), dtype=np.int64)
     if query_lens is not None:
-        counts = _as_kernels_take(query_lens, np.int64)
-        sequences = np.repeat(sequences, counts)
-        ends = np.cumsum(counts)[sequences]
-        tokens = tokens[sequences] - ends + 1 + np.arange(len(sequences))
+        wanted = np.clip(_as_kernels_take(query_lens, np.int64), 0, rows)
+        ends = np.minimum(np.cumsum(wanted), rows)
+        sequences = np.repeat(sequences, np.diff(ends, prepend=0))
+        used = len(sequences)
+        sequences = np.concatenate([sequences, np.zeros(rows - used, np.int64)])
+        last = np.cumsum(wanted)[sequences]  # not cut off: a row keeps its distance from its sequence's last
+        tokens = tokens[sequences] - last + 1 + np.arange(rows)
+        tokens[used:] = 0
     tokens = np.maximum(tokens, 0)
     units = np.zeros(len(tokens) + 1, np.int64)
     positions = np.zeros(len(tokens) + 1, np.int64)

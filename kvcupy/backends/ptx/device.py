@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcupy.backends.base import Array, Backend, Cost
+from kvcupy.backends.base import Array, Backend, Cost, host_array
 from kvcupy.backends.kernels import KernelBackend, Memory
 from kvcupy.backends.ptx.execute import Module, launch
 from kvcupy.backends.ptx.memory import Buffer
@@ -129,7 +129,7 @@ class PtxBackend(KernelBackend):
         return raw[start : start + nbytes]
 
     def asarray(self, array: Any) -> Array:
-        return np.asarray(array)
+        return host_array(array)
 
     def tonumpy(self, array: Array) -> np.ndarray[Any, Any]:
         return np.asarray(array)
