@@ -136,7 +136,8 @@ def simulate(
         if limit is not None:
             raise ValueError("--limit cuts a stream of requests: give --trace FILE or --requests N too")
         padding = "128-elements" if row_align is None else _row_align(row_align)
-        batch, context, steps = batch or (4 if small else 8), context or (256 if small else 1024), steps or 2 - small
+        sizes = (4, 256, 1) if small else (8, 1024, 2)
+        batch, context, steps = (given or size for given, size in zip((batch, context, steps), sizes, strict=True))
         _experiment(shape, spec, padding, batch, context, steps, device or "auto", memory, seed, as_json)
         return
     if trace is not None and requests is not None:
