@@ -225,20 +225,24 @@ def _claims(rows: Sequence[Row]) -> Iterable[str]:
 
 def _padding_claim(before: str, pairs: Sequence[tuple[Row, Row]]) -> str:
     """pairs: (without, with) padding to 128 elements."""
-    changes: dict[str, dict[int, float]] = {"saves": {}, "costs": {}, "changes nothing": {}}
+    saved: dict[int, float] = {}
+    added: dict[int, float] = {}
     for row, padded in pairs:
         assert row.kv_sectors is not None and padded.kv_sectors is not None
         change = padded.kv_sectors / row.kv_sectors - 1
-        known = changes["saves" if change < 0 else "costs" if change > 0 else "changes nothing"]
-        known[row.head_dim] = max(known.get(row.head_dim, 0.0), abs(change))
-    parts = [
-        f"{verb} up to {max(known.values()):.0%} of the sectors at head_dim {_join(known)}"
-        for verb, known in changes.items()
-        if known and verb != "changes nothing"
+        if change:
+            known = added if change > 0 else saved
+            known[row.head_dim] = max(known.get(row.head_dim, 0.0), abs(change))
+    unchanged = [
+        head_dim for head_dim in _distinct(row.head_dim for row, _ in pairs) if head_dim not in saved | added
     ]
-    unchanged = changes["changes nothing"].keys() - changes["saves"].keys() - changes["costs"].keys()
+    parts = []
+    if saved:
+        parts.append(f"saves up to {max(saved.values()):.0%} of the sectors at head_dim {_join(saved)}")
+    if added:
+        parts.append(f"moves up to {max(added.values()):.0%} more sectors at head_dim {_join(added)}")
     if unchanged:
-        parts.append(f"changes nothing at {_join(sorted(unchanged))}")
+        parts.append(f"changes nothing at head_dim {_join(unchanged)}")
     memory = max((padded.kv_footprint_sectors or 0) / (row.kv_footprint_sectors or 1) for row, padded in pairs) - 1
     size = max(padded.row_bytes / row.row_bytes for row, padded in pairs) - 1
     return (
