@@ -139,6 +139,8 @@ def _in_words(result: ExperimentResult, spec: KVSpec) -> str:
 
 def _compare(row: Row, other: Row) -> str:
     if row.sectors is not None and other.sectors is not None:
+        if row.sectors == other.sectors:
+            return "move as many sectors as"
         change = row.sectors / other.sectors - 1
         return f"move {abs(change):.1%} {'more' if change > 0 else 'fewer'} sectors than"
     assert row.tokens_per_s is not None and other.tokens_per_s is not None

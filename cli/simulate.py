@@ -128,14 +128,14 @@ def simulate(
         )
     spec = replace(
         preset.spec(page_size=page_size, dtype=dtype, layout=layout),
-        row_align=16 if row_align is None else _row_align(row_align),
+        row_align=16 if row_align is None else parse_row_align(row_align),
     )
     if trace is None and requests is None:
         if gpu is not None:
             raise ValueError("--gpu models a stream of requests: give --trace FILE or --requests N too")
         if limit is not None:
             raise ValueError("--limit cuts a stream of requests: give --trace FILE or --requests N too")
-        padding = "128-elements" if row_align is None else _row_align(row_align)
+        padding = "128-elements" if row_align is None else parse_row_align(row_align)
         sizes = (4, 256, 1) if small else (8, 1024, 2)
         batch, context, steps = (given or size for given, size in zip((batch, context, steps), sizes, strict=True))
         _experiment(shape, spec, padding, batch, context, steps, device or "auto", memory, seed, as_json)
@@ -169,7 +169,8 @@ def _shape(name: str, layers: int | None, q_heads: int | None, kv_heads: int | N
     return _Shape(changed, title)
 
 
-def _row_align(text: str) -> int | str:
+def parse_row_align(text: str) -> int | str:
+    """A row_align as `KVSpec` takes it."""
     return int(text) if text.isascii() and text.isdigit() else text
 
 

@@ -155,7 +155,7 @@ def test_the_experiment_counted(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert max(map(len, text.splitlines())) <= 80
     assert "counted, not timed" in text
     assert "GB/s" not in text
-    assert "fewer sectors than unpadded ones" in " ".join(text.split())
+    assert "more sectors than unpadded ones" in " ".join(text.split())
 
 
 @pytest.mark.usefixtures("ptx")
