@@ -14,6 +14,7 @@ from rich.table import Table
 from kvcupy.backends import DEVICES, get_backend
 from kvcupy.bench import SECTOR_BYTES, BenchResult, Row, default_axes, default_shapes
 from kvcupy.cli import report
+from kvcupy.cli.simulate import parse_row_align
 from kvcupy.spec import CODECS, LAYOUTS, ROW_ALIGNS
 
 
@@ -59,14 +60,12 @@ def bench(
         "head_dim": head_dim,
         "dtype": dtype,
         "layout": layout,
-        "row_align": row_align and (int(text) if text.isdigit() else text for text in row_align),
+        "row_align": row_align and map(parse_row_align, row_align),
     }
     changes: dict[str, Any] = {key: tuple(values) for key, values in given.items() if values}
-    if changes or page_size is not None:
-        axes = replace(default_axes(name), **changes)
-        wanted = (axes if page_size is None else replace(axes, page_size=page_size)).shapes()
-    else:
-        wanted = default_shapes(name)
+    if page_size is not None:
+        changes["page_size"] = page_size
+    wanted = replace(default_axes(name), **changes).shapes() if changes else default_shapes(name)
     with report.progress(hidden=as_json) as progress:
         result = run(wanted, name, rounds=rounds, seed=seed, progress=progress)
     if as_json:
@@ -129,17 +128,29 @@ def _print_times(result: BenchResult) -> None:
 
 
 def _print_counts(result: BenchResult) -> None:
-    first = result.rows[0]
     report.console.print(
-        f"Decode of {first.batch} sequences of {first.context} tokens, {first.num_q_heads} query and "
-        f"{first.num_kv_heads} KV heads, pages of {first.page_size}; counted, not timed. Of requests for K and V "
-        "alone: 32-byte sectors over the fewest that hold their elements, and the share of those bytes that is "
-        "useful. Memory: each sector once. K|V: 128-byte lines that hold both.",
+        "Of requests for K and V alone: 32-byte sectors over the fewest that hold their elements, and the share of "
+        "those bytes that is useful. Memory: each sector once. K|V: 128-byte lines that hold both.",
         markup=False,
     )
+    groups: dict[str, list[Row]] = {}
+    for row in result.rows:
+        title = (
+            f"Decode of {row.batch} sequences of {row.context} tokens, {row.num_q_heads} query and "
+            f"{row.num_kv_heads} KV heads, pages of {row.page_size}:"
+        )
+        groups.setdefault(title, []).append(row)
+    for title, rows in groups.items():
+        report.console.print(title, markup=False)
+        _print_tables(rows)
+        report.console.print(" ".join(_claims(rows)), markup=False)
+
+
+def _print_tables(rows: Sequence[Row]) -> None:
+    """A table for each dtype; dtypes with the same numbers share one."""
     tables: dict[tuple[tuple[str, ...], ...], list[str]] = {}
-    for dtype in _distinct(row.dtype for row in result.rows):
-        lines = _lines([row for row in result.rows if row.dtype == dtype])
+    for dtype in _distinct(row.dtype for row in rows):
+        lines = _lines([row for row in rows if row.dtype == dtype])
         tables.setdefault(lines, []).append(dtype)
     for lines, dtypes in tables.items():
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=", ".join(dtypes), title_justify="left")
@@ -152,7 +163,6 @@ def _print_counts(result: BenchResult) -> None:
         for line in lines:
             table.add_row(*line)
         report.console.print(table)
-    report.console.print(" ".join(_claims(result.rows)), markup=False)
 
 
 def _lines(rows: Sequence[Row]) -> tuple[tuple[str, ...], ...]:
@@ -225,20 +235,24 @@ def _claims(rows: Sequence[Row]) -> Iterable[str]:
 
 def _padding_claim(before: str, pairs: Sequence[tuple[Row, Row]]) -> str:
     """pairs: (without, with) padding to 128 elements."""
-    changes: dict[str, dict[int, float]] = {"saves": {}, "costs": {}, "changes nothing": {}}
+    saved: dict[int, float] = {}
+    added: dict[int, float] = {}
     for row, padded in pairs:
         assert row.kv_sectors is not None and padded.kv_sectors is not None
         change = padded.kv_sectors / row.kv_sectors - 1
-        known = changes["saves" if change < 0 else "costs" if change > 0 else "changes nothing"]
-        known[row.head_dim] = max(known.get(row.head_dim, 0.0), abs(change))
-    parts = [
-        f"{verb} up to {max(known.values()):.0%} of the sectors at head_dim {_join(known)}"
-        for verb, known in changes.items()
-        if known and verb != "changes nothing"
+        if change:
+            known = added if change > 0 else saved
+            known[row.head_dim] = max(known.get(row.head_dim, 0.0), abs(change))
+    unchanged = [
+        head_dim for head_dim in _distinct(row.head_dim for row, _ in pairs) if head_dim not in saved | added
     ]
-    unchanged = changes["changes nothing"].keys() - changes["saves"].keys() - changes["costs"].keys()
+    parts = []
+    if saved:
+        parts.append(f"saves up to {max(saved.values()):.0%} of the sectors at head_dim {_join(saved)}")
+    if added:
+        parts.append(f"moves up to {max(added.values()):.0%} more sectors at head_dim {_join(added)}")
     if unchanged:
-        parts.append(f"changes nothing at {_join(sorted(unchanged))}")
+        parts.append(f"changes nothing at head_dim {_join(unchanged)}")
     memory = max((padded.kv_footprint_sectors or 0) / (row.kv_footprint_sectors or 1) for row, padded in pairs) - 1
     size = max(padded.row_bytes / row.row_bytes for row, padded in pairs) - 1
     return (

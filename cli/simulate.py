@@ -129,13 +129,13 @@ def simulate(
     preset = _shape(model, layers or (PTX_LAYERS if small else None), q_heads, kv_heads, head_dim)
     spec = replace(
         preset.spec(page_size=page_size, dtype=dtype, layout=layout),
-        row_align=_row_align(row_align or "16"),
+        row_align=parse_row_align(row_align or "16"),
     )
     if not served:
         _experiment(
             preset,
             spec,
-            _row_align(row_align or "128-elements"),
+            parse_row_align(row_align or "128-elements"),
             batch=batch or (4 if small else 8),
             context=context or (256 if small else 1024),
             steps=steps or (1 if small else 3),
@@ -190,7 +190,8 @@ def _shape(
     return changed
 
 
-def _row_align(text: str) -> int | str:
+def parse_row_align(text: str) -> int | str:
+    """A row_align as `KVSpec` takes it."""
     return int(text) if text.isascii() and text.isdigit() else text
 
 
