@@ -179,6 +179,26 @@ def test_bad_counts_change_nothing(count: Any, error: type[Exception]) -> None:
     assert step.alive
 
 
+@pytest.mark.parametrize("sequence", [0.0, False, "0", None, -1, 1])
+def test_unknown_ids_change_nothing(sequence: Any) -> None:
+    allocator = PageAllocator(num_pages=4, page_size=2)
+    allocator.reserve({allocator.add(): 3})
+    before = snapshot(allocator)
+    calls: list[Any] = [
+        lambda: allocator.reserve({sequence: 3}),
+        lambda: allocator.free(sequence),
+        lambda: allocator.fork(sequence),
+        lambda: allocator.truncate(sequence, 0),
+        lambda: allocator.pages(sequence),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="unknown sequence"):
+            call()
+    assert snapshot(allocator) == before
+    with pytest.raises(TypeError, match="counts must map sequences to whole numbers"):
+        allocator.reserve([0])  # type: ignore[arg-type]
+
+
 def test_numpy_counts_are_whole_numbers() -> None:
     allocator = PageAllocator(num_pages=4, page_size=2)
     a = allocator.add()

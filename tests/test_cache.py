@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from itertools import permutations
 from typing import Any
 
@@ -171,6 +173,54 @@ def test_stale_steps_are_refused(device: str, change: str) -> None:
         with pytest.raises(StaleStep):
             call()
     assert_same(mirror.cache.pool.data, before)
+
+
+def test_steps_of_another_cache_are_refused(device: str) -> None:
+    mine, other = Mirror(8, device), Mirror(8, device)
+    a, b = mine.add(), other.add()
+    step = mine.extend({a: 20})
+    other.extend({b: 5})
+    k = np.ones((20, 2, 8), np.float32)
+    calls: list[Any] = [
+        lambda: other.cache.append(step, 0, k, k),
+        lambda: other.cache.decode(step, 0, np.ones((1, 2, 8), np.float32)),
+        lambda: other.cache.cancel(step),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="step must come from this cache"):
+            call()
+    mine.check()
+    other.check()
+    mine.check_decode(step, 1)
+
+
+def test_caches_are_not_copied(device: str) -> None:
+    cache = KVCache(SPEC, num_pages=2, device=device)
+    for thing in (cache, cache.pool, cache.pool[0]):
+        for copier in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="cannot be copied or pickled: it holds device memory by address"):
+                copier(thing)
+    assert pickle.loads(pickle.dumps(SPEC)) == copy.deepcopy(SPEC) == SPEC
+
+
+def test_a_step_that_cannot_be_made_changes_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mirror = Mirror(12, device)
+    a = mirror.add()
+    mirror.extend({a: 6})
+    b = mirror.fork(a)
+    before = mirror.cache.stats()
+
+    def no_room(array: Any) -> Any:
+        raise MemoryError("no room for the step")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mirror.cache.pool.backend, "upload", no_room)
+        with pytest.raises(MemoryError):
+            mirror.cache.reserve({b: 9, a: 1})
+    assert mirror.cache.stats() == before
+    mirror.check()
+    mirror.extend({b: 9, a: 1})
+    mirror.check()
 
 
 def test_running_out_changes_nothing(device: str) -> None:

@@ -168,6 +168,43 @@ def test_unchecked_calls_stay_inside_the_pool(device: str) -> None:
     assert_same(problem.pool.array, before)
 
 
+@pytest.mark.parametrize("query_lens", [[0, 0], [1, 0], [0, 1], [5, 5], [-3, 2], [100_000, 100_000], [2**30, 2**30]])
+def test_unchecked_query_lens_stay_inside_q(device: str, query_lens: list[int]) -> None:
+    """What they mean is undefined unless they add up; a row that they do give is right, and nothing else is touched."""
+    problem = make_problem(small_spec(page_size=4), [12, 7], device)
+    q = problem.queries(2, 3)
+    before = host(problem.pool.array).copy()
+    out = decode_attention(
+        on_device(device, q), problem.pool, problem.page_table, problem.seq_lens, query_lens=query_lens, check=False
+    )
+    if query_lens == [1, 0]:
+        assert_close(host(out)[0], problem.expected(q)[0][0], "float32")
+    np.testing.assert_array_equal(host(problem.pool.array), before)
+
+
+class OnlyDLPack:
+    """An array of a library that shares memory by DLPack and nothing else."""
+
+    def __init__(self, array: Array) -> None:
+        self.array = array
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__()
+
+
+def test_dlpack_arrays_go_in(device: str) -> None:
+    problem = make_problem(small_spec(), [9], device)
+    k, v, slots = (OnlyDLPack(array) for array in (problem.values[0], problem.keys[0], problem.slots(0)))
+    append(k, v, problem.pool, slots)
+    q = problem.queries(1, 2)
+    out = decode_attention(OnlyDLPack(q), problem.pool, problem.page_table, OnlyDLPack(problem.seq_lens))
+    problem.keys, problem.values = problem.values, problem.keys
+    assert_close(host(out), problem.expected(q)[0], "float32")
+
+
 # append and gather
 
 
@@ -330,6 +367,10 @@ def test_wrap_refuses_what_does_not_fit(device: str) -> None:
         wrap(good[:0])
     with pytest.raises(ValueError, match="at least one page"):
         wrap(good[0, 0, 0], Strides(1024, 512, 128, 64))
+    with pytest.raises(TypeError, match=r"strides must be kvcupy\.Strides, got \(1024,"):
+        wrap(good, (1024, 512, 128, 64))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"strides\.page must be a whole number, got 1024\.0"):
+        Strides(1024.0, 512, 128, 64)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="rows overlap"):
         wrap(good, Strides(1024, 512, 64, 64))
     with pytest.raises(ValueError, match="must be one of float32, float16, bfloat16 to be stored"):
@@ -382,7 +423,7 @@ def test_bug_B31_scales(device: str) -> None:
     for bad in ("1", True, 1j, None.__class__, np.ones(2)):
         with pytest.raises(TypeError, match="scale must be a real number"):
             decode(problem, q, scale=bad)
-    for bad in (np.nan, np.inf):
+    for bad in (np.nan, np.inf, 10**400, -1e39):
         with pytest.raises(ValueError, match="scale must be finite"):
             decode(problem, q, scale=bad)
     problem.seq_lens = np.array([True])
