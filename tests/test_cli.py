@@ -201,7 +201,7 @@ def test_all_of_the_azure_trace(capsys: pytest.CaptureFixture[str]) -> None:
         (["simulate", "--q-heads", "5", "--kv-heads", "2"], "multiple of --kv-heads, got 5 and 2"),
         (["simulate", "--gpu", "h100"], "--gpu models a stream of requests"),
         (["simulate", "--limit", "3"], "--limit cuts a stream"),
-        (["simulate", "--device", "gpu"], "device must be one of auto, cpu, got 'gpu'"),
+        (["simulate", "--device", "gpu"], "device must be one of auto, cpu, cuda, ptx, got 'gpu'"),
         (["simulate", "--dtype", "int8"], "must be one of float32, float16, bfloat16 to store, got int8"),
         (["simulate", "--requests", "3", "--gpu", "h1000"], "h100"),
         (["simulate", "--requests", "3", "--memory", "lots"], "memory must be bytes or a size such as 8GiB"),

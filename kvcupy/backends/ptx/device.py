@@ -18,6 +18,9 @@ from kvcupy.backends.source import Variant
 
 __all__ = ["PtxBackend", "create"]
 
+_OPTIONS = ("-ftz=true",)
+"""CuPy compiles everything with it, so the same is run here."""
+
 _ALIGNMENT = 128
 _LAST_LEVEL_CACHE_BYTES = 50 << 20
 
@@ -69,33 +72,37 @@ class PtxBackend(KernelBackend):
 
     def launch(self, variant: Variant, kernel: str, grid: tuple[int, int], block: int, *arguments: Any) -> None:
         if variant not in self._modules:
-            self._modules[variant] = Module.compile(variant.source(), self.arch)
+            self._modules[variant] = Module.compile(variant.source(), self.arch, _OPTIONS)
         program = self._modules[variant][kernel]
         values: list[int | float] = []
         buffers: list[Buffer] = []
-        ranges: list[tuple[int, int, bool]] = []
         for parameter, argument in zip(program.program.kernel.params, arguments, strict=True):
-            width = argument.itemsize if isinstance(argument, np.generic) else 8
+            scalar = isinstance(argument, np.generic)
+            width = argument.itemsize if scalar else 8
             if width != parameter.nbytes:
                 raise TypeError(f"{parameter.name} must have {parameter.nbytes} bytes, got {argument!r}")
             if argument is None:
                 values.append(0)
-            elif isinstance(argument, np.generic):
+            elif scalar:
                 values.append(argument.item())
-            elif isinstance(argument, Memory) and argument.address in self._adopted:
-                values.append(argument.address)
-                buffers.append(self._adopted[argument.address])
-            elif self._workspace is not None and argument is self._workspace[0]:
-                values.append(self.address(argument))
-                buffers.append(self._workspace[1])
             else:
-                address, start, end, writable = _extent(argument)
-                values.append(address)
-                ranges.append((start, end, writable))
-        buffers += _disjoint(ranges)
+                values.append(argument.address if isinstance(argument, Memory) else self.address(argument))
+                buffers.append(self._buffer(argument))
         report = launch(program, grid, block, values, buffers=buffers, seed=self.seed, checks=self.checks)
         if self._recorded is not None:
             self._recorded.append(report)
+
+    def _buffer(self, argument: Array | Memory) -> Buffer:
+        """What a kernel may touch when it is given this argument."""
+        if isinstance(argument, Memory):
+            return self._adopted.get(argument.address) or Buffer(argument.address, argument.nbytes)
+        if self._workspace is not None and argument is self._workspace[0]:
+            return self._workspace[1]
+        steps = [(extent - 1) * stride for extent, stride in zip(argument.shape, argument.strides, strict=True)]
+        first = sum(step for step in steps if step < 0)
+        last = sum(step for step in steps if step > 0) + argument.itemsize
+        nbytes = last - first if argument.size else 0
+        return Buffer(self.address(argument) + first, nbytes, bool(argument.flags.writeable))
 
     def persistent_blocks(self, variant: Variant, kernel: str, block: int) -> int:
         return self.grid
@@ -134,27 +141,3 @@ class PtxBackend(KernelBackend):
     def last_level_cache_bytes(self) -> int:
         """Of no consequence where nothing is timed: that of an H100, to go through the same motions."""
         return _LAST_LEVEL_CACHE_BYTES
-
-
-def _extent(argument: Any) -> tuple[int, int, int, bool]:
-    """Address of the first element, first and last byte, and whether a kernel may write there."""
-    if isinstance(argument, Memory):
-        return argument.address, argument.address, argument.address + argument.nbytes, True
-    steps = [(extent - 1) * stride for extent, stride in zip(argument.shape, argument.strides, strict=True)]
-    address = int(argument.ctypes.data)
-    if argument.size == 0:
-        return address, address, address, False
-    start = address + sum(step for step in steps if step < 0)
-    end = address + sum(step for step in steps if step > 0) + argument.itemsize
-    return address, start, end, bool(argument.flags.writeable)
-
-
-def _disjoint(ranges: list[tuple[int, int, bool]]) -> list[Buffer]:
-    """Buffers that cover these ranges; arguments that share memory share a buffer."""
-    merged: list[tuple[int, int, bool]] = []
-    for start, end, writable in sorted(ranges):
-        if merged and start < merged[-1][1]:
-            first, last, either = merged.pop()
-            start, end, writable = first, max(last, end), writable or either
-        merged.append((start, end, writable))
-    return [Buffer(start, end - start, writable) for start, end, writable in merged]
