@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from kvcupy.cli import info, simulate, verify
+from kvcupy.cli import info, inspect, simulate, verify
 from kvcupy.errors import KVCupyError
 
 __all__ = ["app", "main", "run"]
@@ -24,6 +24,7 @@ app = typer.Typer(
 )
 app.command("simulate")(simulate.simulate)
 app.command("verify")(verify.verify)
+app.command("inspect")(inspect.inspect)
 app.command("info")(info.info)
 
 

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "kvcupy"
 
-LAYERS = ["errors", "spec", "allocator", "backends", "pool", "ops", "cache", "verify", "simulate", "cli"]
+LAYERS = ["errors", "spec", "allocator", "backends", "pool", "ops", "cache", "verify", "inspect", "simulate", "cli"]
 """Each imports only from those before it, and from itself."""
 
 LAZY = {"numba", "cupy", "llvmlite", "torch"}
