@@ -66,16 +66,16 @@ def inspect(
         print(f"instructions need the package {DISASSEMBLER}, which is not installed", file=sys.stderr)
 
     jobs = [(variant, each) for variant in dict.fromkeys(launch.variant for launch in launches) for each in archs]
-    codes = {}
+    compiled = {}
     with report.progress(hidden=as_json) as progress:
         progress("compiling", 0, len(jobs))
-        for job, code in zip(jobs, compile_all(jobs, disassembler), strict=True):
-            codes[job] = code
-            progress("compiling", len(codes), len(jobs))
+        for job, codes in zip(jobs, compile_all(jobs, disassembler), strict=True):
+            compiled[job] = codes
+            progress("compiling", len(compiled), len(jobs))
     rows: list[dict[str, Any]] = []
     for launch in launches:
         for each in archs:
-            code = codes[launch.variant, each][launch.kernel]
+            code = compiled[launch.variant, each][launch.kernel]
             occupancy = ARCHITECTURES[each].occupancy(code.registers, code.shared_bytes, launch.threads)
             rows.append({**_named(launch), "arch": each, **asdict(code), "occupancy": occupancy})
     if as_json:
@@ -112,7 +112,7 @@ def _named(launch: Inspected) -> dict[str, Any]:
 
 
 def _print_kernel(name: str, rows: list[dict[str, Any]]) -> None:
-    table = Table(box=None, pad_edge=False, title=name, title_justify="left")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), title=name, title_justify="left")
     columns = "dtype", "dim", "group", "page", "align", "arch", "regs", "spill", "shared", "occup.", "load", "instr."
     for column in columns:
         table.add_column(column, justify="left" if column in ("dtype", "arch") else "right")

@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernels, without a GPU: registers, spills, shared memory, occupancy, instructions."""
+"""What the compiler makes of the kernels, without a GPU: registers, spills, occupancy, instructions."""
 
 from kvcupy.inspect.machine_code import DISASSEMBLER, Code, Disassembler, compile_all, compile_code
 from kvcupy.inspect.matrix import Inspected, Shape, inspected, random_shapes, shapes

@@ -60,7 +60,7 @@ def shapes() -> Iterator[Shape]:
         for group in (1, 4, 8):
             yield _shape(head_dim, group, "bfloat16")
     for head_dim in (64, 128, 256):
-        for group in (1, 8):
+        for group in (1, 4, 8):
             yield _shape(head_dim, group, "float32")
     # Other pages; a page for a whole sequence is the contiguous cache.
     for page_size in (1, 7, 32, 256, 4096):

@@ -66,23 +66,21 @@ def _round_up(a: int, b: int) -> int:
     return _ceil_div(a, b) * b
 
 
-def _multiprocessor(
-    warps: int, blocks: int, shared_kib: int, reserved_bytes: int, shared_step: int
-) -> Multiprocessor:
+def _with(warps: int, blocks: int, shared_kib: int, reserved_bytes: int, shared_step: int) -> Multiprocessor:
     return Multiprocessor(warps, blocks, shared_kib << 10, reserved_bytes, shared_step)
 
 
 # Columns: warps, blocks, shared memory in KiB, reserved bytes of each block, step of shared memory.
 ARCHITECTURES: Mapping[str, Multiprocessor] = MappingProxyType(
     {
-        "sm_70": _multiprocessor(64, 32, 96, 0, 256),
-        "sm_75": _multiprocessor(32, 16, 64, 0, 256),
-        "sm_80": _multiprocessor(64, 32, 164, 1024, 128),
-        "sm_86": _multiprocessor(48, 16, 100, 1024, 128),
-        "sm_89": _multiprocessor(48, 24, 100, 1024, 128),
-        "sm_90": _multiprocessor(64, 32, 228, 1024, 128),
-        "sm_100": _multiprocessor(64, 32, 228, 1024, 128),
-        "sm_120": _multiprocessor(48, 24, 100, 1024, 128),
+        "sm_70": _with(64, 32, 96, 0, 256),
+        "sm_75": _with(32, 16, 64, 0, 256),
+        "sm_80": _with(64, 32, 164, 1024, 128),
+        "sm_86": _with(48, 16, 100, 1024, 128),
+        "sm_89": _with(48, 24, 100, 1024, 128),
+        "sm_90": _with(64, 32, 228, 1024, 128),
+        "sm_100": _with(64, 32, 228, 1024, 128),
+        "sm_120": _with(48, 24, 100, 1024, 128),
     }
 )
 """The architectures that the kernels are compiled for, and one multiprocessor of each."""
