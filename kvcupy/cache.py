@@ -62,7 +62,7 @@ class KVCache:
     """A paged KV cache of many sequences on one device.
 
     spec: the shape of a token's K and V. Give num_pages, or memory as bytes or text such as "8GiB".
-    device: "cpu", or "auto" for the fastest that answers.
+    device: "cuda", "cpu", "ptx", or "auto": "cuda" where a GPU answers, else "cpu".
 
     A step appends first, then decodes, layer by layer:
 
