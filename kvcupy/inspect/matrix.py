@@ -54,16 +54,19 @@ def _shape(head_dim: int, group: int, dtype: str = "float16", heads: int = 8, **
 
 def shapes() -> Iterator[Shape]:
     """The committed list. Their variants are at most 150, so that all compile in minutes."""
-    for head_dim in (64, 128, 256):
-        for group in (1, 2, 4, 5, 7, 8, 16):
+    for group in (1, 2, 4, 5, 7, 8, 16):
+        yield _shape(128, group)
+    for head_dim in (64, 256):
+        for group in (1, 4, 7, 8):
             yield _shape(head_dim, group)
+    for head_dim in (80, 96, 112):
+        for group in (1, 4, 8):
+            yield _shape(head_dim, group)
+        yield _shape(head_dim, 4, "bfloat16")
+    for head_dim in (64, 128, 256):
         for dtype in ("bfloat16", "float32"):
             for group in (1, 4, 8):
                 yield _shape(head_dim, group, dtype)
-    for head_dim in (80, 96, 112):
-        for group in (1, 4, 5, 8):
-            yield _shape(head_dim, group)
-        yield _shape(head_dim, 4, "bfloat16")
     # Other pages; a page for a whole sequence is the contiguous cache.
     for page_size in (1, 7, 32, 4096):
         yield _shape(128, 8, page_size=page_size)
