@@ -40,13 +40,14 @@ def inspect(
 ) -> None:
     """Compile kernels for GPUs that need not be here, and print what each takes.
 
-    Registers and spilled bytes are a thread's, shared memory in bytes a block's; the widest load from global memory
-    is in bytes; instructions are counted where nvidia-cuda-nvdisasm is installed, for sm_75 and up.
+    Registers and spilled bytes are a thread's, shared bytes a block's. Loads are
+    from global memory, in bytes. Loads and instructions are read from the machine
+    code by nvidia-cuda-nvdisasm, where it is installed, for sm_75 and up.
     """
     known = list(shapes())
     dtypes = _chosen("--dtype", dtype, (shape.spec.dtype for shape in known))
-    head_dims = _chosen("--head-dim", head_dim, (str(shape.spec.head_dim) for shape in known))
-    groups = _chosen("--group", group, (str(shape.group) for shape in known))
+    head_dims = _chosen("--head-dim", head_dim, map(str, sorted(shape.spec.head_dim for shape in known)))
+    groups = _chosen("--group", group, map(str, sorted(shape.group for shape in known)))
     wanted = [
         shape
         for shape in known

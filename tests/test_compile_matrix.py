@@ -279,7 +279,7 @@ def test_an_architecture_that_the_compiler_dropped(
         (["--kernel", "apend"], "--kernel must be all or some of append, gather"),
         (["--arch", "sm_60"], "--arch must be all or some of sm_70, sm_75"),
         (["--dtype", "int8"], "--dtype must be all or some of float16, bfloat16, float32, got 'int8'"),
-        (["--head-dim", "3"], "--head-dim must be all or some of 64"),
+        (["--head-dim", "3"], "--head-dim must be all or some of 1, 40, 64, 80"),
         (["--group", "x"], "--group must be all or some of 1"),
         (["--head-dim", "40", "--group", "16"], "no shape of the list has dtype float16, head_dim 40 and group 16"),
     ],
