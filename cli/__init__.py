@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvcupy import __version__
-from kvcupy.cli import bench, info, simulate, verify
+from kvcupy.cli import bench, info, inspect, simulate, verify
 from kvcupy.errors import KVCupyError
 
 __all__ = ["app", "main", "run"]
@@ -40,6 +40,7 @@ def root(
 app.command("simulate")(simulate.simulate)
 app.command("bench")(bench.bench)
 app.command("verify")(verify.verify)
+app.command("inspect")(inspect.inspect)
 app.command("info")(info.info)
 
 

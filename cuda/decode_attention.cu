@@ -185,7 +185,7 @@ INLINE void write_element(Q* out, float* lse, Offset row, int i, float top, floa
     if (i == 0 && lse != nullptr) lse[row] = sum == 0.0f ? -infinity() : (top + fast_log2(sum)) * LN_2;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, ROWS * ELEMENTS <= 32 ? 3 : 2) decode_attention(
+extern "C" __global__ void __launch_bounds__(THREADS, ROWS * (ELEMENTS + STEPS) <= 48 ? 3 : 2) decode_attention(
     Byte* data, Offset page_stride, Offset head_stride, Offset token_stride, Offset kv_stride, int num_pages,
     const Q* q, const int* page_table, int max_pages, const int* seq_lens, const int* query_lens,
     int sequences, int query_tokens, int num_kv_heads, int group, float scale_log2,

@@ -486,6 +486,9 @@ def test_bug_B09_merging_nothing(device: str) -> None:
         out, lse = merge_states(*arguments, device=device)
         assert_same(out, value)
         assert lse[0] == 2.0
+    junk = np.full((1, 8), np.nan, np.float32)
+    for arguments in ((junk, none, value, two), (value, two, junk, none)):
+        assert_same(merge_states(*arguments, device=device)[0], value)
 
 
 @pytest.mark.parametrize("dtype", list(STORAGE_DTYPES))

@@ -24,6 +24,7 @@ LAYERS = [
     "ops",
     "cache",
     "verify",
+    "inspect",
     "measure",
     "bench",
     "simulate",
@@ -69,6 +70,9 @@ def test_layers_import_downwards(path: Path) -> None:
         parts = module.split(".")
         if parts[0] == "kvcupy" and len(parts) > 1 and parts[1] in LAYERS:
             assert parts[1] in allowed, f"{layer} imports {module}"
+        elif parts == ["kvcupy"] or (parts[0] == "kvcupy" and len(parts) == 2):
+            # The top of the package imports the library's layers: only what stands above them may use it.
+            assert layer in LAYERS[LAYERS.index("verify") :] or module == "kvcupy", f"{layer} imports {module}"
         if parts[0] in LAZY:
             assert layer == "backends", f"{layer} imports {module}: only backends may"
         if layer in ("errors", "spec", "allocator"):

@@ -1,7 +1,7 @@
 """NVRTC, NVIDIA's run-time compiler, bound by ctypes from its pip wheel. It needs no driver and no GPU.
 
 The wheels come in two layouts: `nvidia/cuda_nvrtc/lib` and `nvidia/cuda_runtime/include` (CUDA 12), and
-`nvidia/cu13/{lib,include}` (CUDA 13). Results are kept in memory, so that one source is compiled once a process.
+`nvidia/cu13/{lib,include}` (CUDA 13). PTX is kept in memory, so that one source is compiled once a process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvcupy.errors import DeviceUnavailable, KVCupyError
 
-__all__ = ["CompileError", "compile_cubin", "compile_ptx", "include_folder", "version"]
+__all__ = ["CompileError", "architectures", "compile_cubin", "compile_ptx", "include_folder", "version"]
 
 SOURCE_NAME = "kernel.cu"
 """What the compiler calls a source before its first #line."""
@@ -61,6 +61,15 @@ def version() -> str:
     major, minor = ctypes.c_int(), ctypes.c_int()
     _library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     return f"{major.value}.{minor.value}"
+
+
+def architectures() -> list[str]:
+    """What this compiler makes machine code for, such as "sm_80". Raises as `version` does."""
+    count = ctypes.c_int()
+    _library().nvrtcGetNumSupportedArchs(ctypes.byref(count))
+    numbers = (ctypes.c_int * count.value)()
+    _library().nvrtcGetSupportedArchs(numbers)
+    return [f"sm_{number}" for number in numbers]
 
 
 class _Program:
@@ -118,16 +127,11 @@ def compile_ptx(source: str, arch: str = "compute_80", options: Sequence[str] = 
     return _compile_ptx(source, arch, tuple(options))
 
 
-@cache
-def _compile_cubin(source: str, arch: str, options: tuple[str, ...]) -> tuple[bytes, str]:
-    with _Program(source) as program:
-        log = program.compile(_options(arch, ("--ptxas-options=-v", *options)))
-        return program.read("CUBIN"), log
-
-
 def compile_cubin(source: str, arch: str = "sm_80", options: Sequence[str] = ()) -> tuple[bytes, str]:
     """Machine code of a source, and the log, in which ptxas says registers, spills and shared memory per kernel.
 
-    Raises as `compile_ptx` does.
+    Nothing is kept: it is large, and nobody asks twice. Raises as `compile_ptx` does.
     """
-    return _compile_cubin(source, arch, tuple(options))
+    with _Program(source) as program:
+        log = program.compile(_options(arch, ("--ptxas-options=-v", *options)))
+        return program.read("CUBIN"), log
