@@ -7,22 +7,21 @@ import pytest
 from kvcupy import DeviceUnavailable
 from kvcupy.backends import get_backend
 
+DEVICES: list[str] = []
+MISSING: list[str] = []
+for _name in ("cpu", "ptx", "cuda"):
+    try:
+        get_backend(_name)
+        DEVICES.append(_name)
+    except DeviceUnavailable as _reason:
+        MISSING.append(str(_reason))
 
-@pytest.fixture(params=["cpu", "ptx", "cuda"])
+
+def pytest_report_header() -> list[str]:
+    return [f"devices: {', '.join(DEVICES)}", *(f"not tested: {reason}" for reason in MISSING)]
+
+
+@pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
-    """Each device that kvcupy has; a test that takes it runs on all of them that answer here."""
-    name = str(request.param)
-    try:
-        get_backend(name)
-    except DeviceUnavailable as reason:
-        pytest.skip(str(reason))
-    return name
-
-
-@pytest.fixture
-def ptx() -> None:
-    """Skips a test that needs the device `ptx` where it cannot run."""
-    try:
-        get_backend("ptx")
-    except DeviceUnavailable as reason:
-        pytest.skip(str(reason))
+    """Each device that answers here; a test that takes it runs on all of them."""
+    return str(request.param)

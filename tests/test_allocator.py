@@ -185,7 +185,7 @@ def test_unknown_ids_change_nothing(sequence: Any) -> None:
     allocator.reserve({allocator.add(): 3})
     before = snapshot(allocator)
     calls: list[Any] = [
-        lambda: allocator.reserve({sequence: 3}),
+        lambda: allocator.reserve({sequence: 1}),
         lambda: allocator.free(sequence),
         lambda: allocator.fork(sequence),
         lambda: allocator.truncate(sequence, 0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,7 @@ def test_the_experiment_appends_and_decodes_round_all_pools(monkeypatch: pytest.
     assert [address for name, address, *_ in timed if name == "append"] == decoded, (
         "a token is stored where it is read"
     )
-    assert all(one != next_one for one, next_one in zip(decoded, decoded[1:], strict=False))
+    assert all(one != next_one for one, next_one in pairwise(decoded))
     tokens = sum(result.lengths)
     assert len(set(decoded)) * tokens * 2 * 2 * 20 * 2 == result.working_set_bytes >= 1 << 17
     # Pages lie scattered, as in a server that has run for a while.

@@ -170,7 +170,7 @@ def test_unchecked_calls_stay_inside_the_pool(device: str) -> None:
 
 @pytest.mark.parametrize("query_lens", [[0, 0], [1, 0], [0, 1], [5, 5], [-3, 2], [100_000, 100_000], [2**30, 2**30]])
 def test_unchecked_query_lens_stay_inside_q(device: str, query_lens: list[int]) -> None:
-    """What they mean is undefined unless they add up; a row that they do give is right, and nothing else is touched."""
+    """Unless they add up, what they mean is undefined; but a row they do give is right, and no memory is touched."""
     problem = make_problem(small_spec(page_size=4), [12, 7], device)
     q = problem.queries(2, 3)
     before = host(problem.pool.array).copy()
