@@ -25,3 +25,10 @@ def pytest_report_header() -> list[str]:
 def device(request: pytest.FixtureRequest) -> str:
     """Each device that answers here; a test that takes it runs on all of them."""
     return str(request.param)
+
+
+@pytest.fixture
+def ptx() -> None:
+    """For tests of the device ptx alone."""
+    if "ptx" not in DEVICES:
+        pytest.skip("the device ptx does not answer here")
