@@ -117,6 +117,7 @@ def test_what_is_measured_is_the_gpu_between_events(backend: Any, monkeypatch: p
 def test_the_experiment_and_the_benchmark_run_on_the_gpu(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_HOLD_CYCLES", 10)
     monkeypatch.setattr(measure, "MIN_WORKING_SET_BYTES", 1)
+    monkeypatch.setattr(experiment, "MIN_READ_BYTES", 0)
     monkeypatch.setattr(measure, "CACHE_MULTIPLE", 0)
     monkeypatch.setattr(experiment, "CHURN_REQUESTS", 10)
     monkeypatch.setattr(cuda.CudaBackend, "read_bandwidth", lambda self: 1e9)
