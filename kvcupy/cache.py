@@ -31,6 +31,7 @@ class Step:
     seq_lens: Array
     page_table: Array
     slot_mapping: Array
+    _lengths: np.ndarray[Any, Any]
     _reservation: Reservation
 
     @property
@@ -186,10 +187,12 @@ class KVCache(Unique):
         """Attention of the step's query tokens in one layer, over all tokens stored so far, the new included.
 
         q: [query_tokens, num_q_heads, head_dim]: by default each sequence's last token; with query_lens
-        [batch], each sequence's last n tokens, causal. Returns out, like q, or (out, lse): see
+        [batch] (a list or NumPy array), each sequence's last n tokens, causal. Returns out, or (out, lse): see
         `kvcupy.decode_attention`.
         """
         pool = self._layer(step, layer)
+        if query_lens is not None:
+            query_lens = _query_lens(query_lens, step._lengths, len(q))
         return ops.decode_attention(
             q,
             pool,
@@ -199,7 +202,7 @@ class KVCache(Unique):
             scale=scale,
             out=out,
             return_lse=return_lse,
-            check=query_lens is not None,
+            check=False,
         )
 
     # Looking
@@ -271,6 +274,7 @@ class KVCache(Unique):
             seq_lens=to_device(ends.astype(np.int32)),
             page_table=to_device(table),
             slot_mapping=to_device(pages * page_size + positions % page_size),
+            _lengths=ends,
             _reservation=reservation,
         )
 
@@ -301,3 +305,12 @@ class KVCache(Unique):
         while len(pages) > self._table.shape[1]:
             self._table = np.concatenate([self._table, np.full_like(self._table, -1)], axis=1)
         self._table[self._rows[sequence], first : len(pages)] = pages[first:]
+
+
+def _query_lens(query_lens: Any, lengths: np.ndarray[Any, Any], query_tokens: int) -> np.ndarray[Any, Any]:
+    """Checked on the host, which knows the lengths: a step copies nothing from the device."""
+    counts = np.asarray(query_lens)
+    if counts.dtype.kind not in "iu" or counts.shape != lengths.shape:
+        raise ValueError(f"query_lens must be whole numbers of shape [{len(lengths)}], got {query_lens!r}")
+    ops.check_query_lens(counts, lengths, query_tokens)
+    return counts.astype(np.int32)

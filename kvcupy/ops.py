@@ -50,8 +50,8 @@ def append(k: Any, v: Any, pool: LayerPool, slot_mapping: Any, *, check: bool = 
     k, v: [tokens, num_kv_heads, head_dim], float32, float16, bfloat16 (also as uint16 if the pool stores
         bfloat16) or float64; values of another type than the pool's are rounded to it. Any strides.
         What is too large for the pool's type becomes inf.
-    slot_mapping: whole numbers [tokens], each page·page_size + offset, or -1 for a token to skip. Which token
-        stays when a slot is given twice is undefined.
+    slot_mapping: whole numbers [tokens], each page·page_size + offset, or -1 for a token to skip. A slot
+        must not be given twice: what it would hold is undefined.
 
     Raises ValueError or TypeError for shapes, types or slots that do not fit; then nothing was written.
     """
@@ -61,7 +61,7 @@ def append(k: Any, v: Any, pool: LayerPool, slot_mapping: Any, *, check: bool = 
     rows = _rows(backend, "k", k, pool), _rows(backend, "v", v, pool)
     if rows[0].shape != rows[1].shape:
         raise ValueError(f"k and v must have one shape, got {list(rows[0].shape)} and {list(rows[1].shape)}")
-    slots = _whole_numbers(backend, "slot_mapping", slot_mapping, (None,), np.dtype(np.int64))
+    slots = _whole_numbers(backend, "slot_mapping", slot_mapping, (None,), np.dtype(np.int64), check)
     if slots.shape[0] != rows[0].shape[0]:
         raise ValueError(
             f"k and v must have a token for each of {slots.shape[0]} slots, got {rows[0].shape[0]} tokens"
@@ -121,14 +121,14 @@ def decode_attention(
         raise ValueError(
             f"q must have a multiple of the pool's {spec.num_kv_heads} KV heads as its heads, got {num_q_heads}"
         )
-    queries = _contiguous(queries)
+    queries = _as_kernels_read(backend, queries)
 
-    table = _whole_numbers(backend, "page_table", page_table, (None, None), np.dtype(np.int32))
+    table = _whole_numbers(backend, "page_table", page_table, (None, None), np.dtype(np.int32), check)
     batch = table.shape[0]
-    lengths = _whole_numbers(backend, "seq_lens", seq_lens, (batch,), np.dtype(np.int32))
+    lengths = _whole_numbers(backend, "seq_lens", seq_lens, (batch,), np.dtype(np.int32), check)
     counts = None
     if query_lens is not None:
-        counts = _whole_numbers(backend, "query_lens", query_lens, (batch,), np.dtype(np.int32))
+        counts = _whole_numbers(backend, "query_lens", query_lens, (batch,), np.dtype(np.int32), check)
     elif query_tokens != batch:
         raise ValueError(f"q must have one token for each of {batch} sequences, got {query_tokens}")
     if _checking(backend, check):
@@ -149,7 +149,7 @@ def decode_attention(
         if not getattr(target.flags, "writeable", True):
             raise ValueError("out must be writable")
     lse = backend.empty((query_tokens, num_q_heads), np.dtype(np.float32)) if return_lse else None
-    direct = target.flags.c_contiguous
+    direct = _direct(backend, target)
     destination = target if direct else backend.empty(queries.shape, queries.dtype)
     backend.decode_attention(
         pool.layer, queries, table, lengths, counts, _scale(scale, spec.head_dim), destination, lse
@@ -168,7 +168,7 @@ def gather(pool: LayerPool, slots: Any, *, check: bool = True) -> tuple[Array, A
     slots: whole numbers [tokens], page·page_size + offset.
     """
     backend, spec = pool.backend, pool.spec
-    wanted = _whole_numbers(backend, "slots", slots, (None,), np.dtype(np.int64))
+    wanted = _whole_numbers(backend, "slots", slots, (None,), np.dtype(np.int64), check)
     if _checking(backend, check) and wanted.size:
         host = backend.tonumpy(wanted)
         if host.min() < 0 or host.max() >= pool.num_slots:
@@ -200,10 +200,10 @@ def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *, device: str 
             raise TypeError(f"{name} must be float32, got {array.dtype}")
         if array.shape != a.shape[:-1]:
             raise ValueError(f"{name} must have shape {list(a.shape[:-1])}, got {list(array.shape)}")
-        lses.append(_contiguous(array.astype(np.float32, copy=False)).reshape(-1))
+        lses.append(_as_kernels_read(backend, array.astype(np.float32, copy=False)).reshape(-1))
     rows, head_dim = math.prod(a.shape[:-1]), a.shape[-1]
     out, lse = backend.empty((rows, head_dim), a.dtype), backend.empty((rows,), np.dtype(np.float32))
-    flat = (_contiguous(array).reshape(rows, head_dim) for array in (a, b))
+    flat = (_as_kernels_read(backend, array).reshape(rows, head_dim) for array in (a, b))
     backend.merge_states(next(flat), lses[0], next(flat), lses[1], out, lse)
     return out.reshape(a.shape), lse.reshape(a.shape[:-1])
 
@@ -217,8 +217,13 @@ def _checking(backend: Backend, check: bool) -> bool:
     return check
 
 
-def _contiguous(array: Array) -> Array:
-    return array if array.flags.c_contiguous else array.copy(order="C")
+def _as_kernels_read(backend: Backend, array: Array) -> Array:
+    """C-contiguous, and each element aligned to its size: a copy where it is not."""
+    return array if _direct(backend, array) else array.copy(order="C")
+
+
+def _direct(backend: Backend, array: Array) -> bool:
+    return bool(array.flags.c_contiguous) and backend.address(array) % array.itemsize == 0
 
 
 def _rows(backend: Backend, name: str, array: Any, pool: LayerPool) -> Array:
@@ -241,7 +246,7 @@ def _rows(backend: Backend, name: str, array: Any, pool: LayerPool) -> Array:
 
 
 def _whole_numbers(
-    backend: Backend, name: str, values: Any, shape: tuple[int | None, ...], dtype: np.dtype[Any]
+    backend: Backend, name: str, values: Any, shape: tuple[int | None, ...], dtype: np.dtype[Any], check: bool
 ) -> Array:
     """Integers of the wanted shape (None: any) as a contiguous array of the wanted width."""
     try:
@@ -256,13 +261,13 @@ def _whole_numbers(
         wanted = ", ".join("any" if extent is None else str(extent) for extent in shape)
         raise ValueError(f"{name} must have shape [{wanted}], got {list(array.shape)}")
     if array.dtype != dtype:
-        if array.size and not np.can_cast(array.dtype, dtype):
+        if check and array.size and not np.can_cast(array.dtype, dtype):
             limits = np.iinfo(dtype)
             low, high = int(array.min()), int(array.max())
             if low < limits.min or high > limits.max:
                 raise ValueError(f"{name} must fit {dtype}, got values from {low} to {high}")
         array = array.astype(dtype)
-    return _contiguous(array)
+    return _as_kernels_read(backend, array)
 
 
 def _check_lengths(
@@ -285,8 +290,12 @@ def _check_lengths(
             f"page_table must hold page ids 0 to {pool.num_pages - 1} up to each sequence's length; "
             f"row {row} has {table[row, column]} at column {column}"
         )
-    if counts is None:
-        return
+    if counts is not None:
+        check_query_lens(counts, lengths, query_tokens)
+
+
+def check_query_lens(counts: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any], query_tokens: int) -> None:
+    """Raises ValueError unless a batch's query tokens are the last ones of its sequences, and q has them all."""
     if (counts.size and counts.min() < 0) or int(counts.sum()) != query_tokens:
         raise ValueError(
             f"query_lens must be 0 or more and sum to q's {query_tokens} tokens, "

@@ -95,6 +95,8 @@ class LayerPool(Unique):
             num_pages = (array.nbytes - page_extent) // strides.page + 1 if fits else 0
         if num_pages == 0:
             raise ValueError(f"data must hold at least one page, got shape {list(array.shape)}")
+        if backend.address(array) % spec.itemsize:
+            raise ValueError(f"data must start at a multiple of {spec.itemsize} bytes for {spec.dtype}")
         _require_disjoint_rows(strides, {"page": num_pages, **sizes}, row_bytes, spec.itemsize)
         padding = row_bytes - spec.head_dim * spec.itemsize
         layer = Layer(spec, num_pages, backend.address(array), strides, padding)

@@ -113,6 +113,11 @@ def test_query_lens_take_the_last_tokens(device: str) -> None:
         assert_close(out[row], attention(q[row], seen[:, 0], seen[:, 1], 0.3)[0], "float32")
     with pytest.raises(ValueError, match="row 1 has 4 query tokens of 3"):
         mirror.cache.decode(step, 0, q, query_lens=[1, 4])
+    for bad in ([1, 1, 1], [4.0, 1.0], 5):
+        with pytest.raises(ValueError, match="query_lens must be whole numbers of shape"):
+            mirror.cache.decode(step, 0, q, query_lens=bad)
+    with pytest.raises(ValueError, match="sum to q's 5 tokens"):
+        mirror.cache.decode(step, 0, q, query_lens=[2, 1])
 
 
 def test_bug_B05_freed_pages_belong_to_their_new_owner(device: str) -> None:

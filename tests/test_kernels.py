@@ -13,6 +13,7 @@ from problems import Array, Problem, assert_close, make_problem, poisoned_pool
 import kvcupy
 from kvcupy import DeviceUnavailable, KVSpec, append, decode_attention, gather
 from kvcupy.backends.base import STORAGE_DTYPES, Layer
+from kvcupy.backends.kernels import Memory
 from kvcupy.backends.plan import DecodePlan, decode_variant, widest
 from kvcupy.backends.source import (
     CopyPagesVariant,
@@ -64,6 +65,26 @@ def test_bug_B01_pools_beyond_32_bits(layout: str) -> None:
     for one, other in zip(*results, strict=True):
         np.testing.assert_array_equal(one, other)
     assert memory.touched_bytes < 1 << 22
+
+
+def test_bug_B01_pages_are_copied_beyond_32_bits() -> None:
+    """From the last page of the second layer to one in the middle, both more than 4 GiB from the start."""
+    num_pages, page_stride, moved = 70_000, 65_536, (69_999, 40_000)
+    backend = PtxBackend()
+    memory = SparseBuffer(2 * num_pages * page_stride, fill=0xFF, name="pool")
+    backend.adopt(memory)
+    content = np.random.default_rng(0).integers(0, 256, (2, page_stride), np.uint8)
+    for layer in range(2):
+        memory.write((layer * num_pages + moved[0]) * page_stride, content[layer])
+    sources, destinations = (np.array([page]) for page in moved)
+    sizes = np.int64(page_stride), np.int32(num_pages)
+    pool = Memory(memory.address, memory.nbytes)
+    arguments = (pool, *sizes, sources, destinations, np.int32(1))
+    backend.launch(CopyPagesVariant(16), "copy_pages", (page_stride // 16 // 256, 2), 256, *arguments)
+    for layer in range(2):
+        read = memory.read((layer * num_pages + moved[1]) * page_stride, page_stride)
+        assert bytes(read) == content[layer].tobytes()
+    assert memory.touched_bytes <= 4 * page_stride + 4 * SparseBuffer.PAGE_BYTES
 
 
 @pytest.mark.parametrize("dtype", list(STORAGE_DTYPES))

@@ -182,6 +182,51 @@ def test_unchecked_query_lens_stay_inside_q(device: str, query_lens: list[int]) 
     np.testing.assert_array_equal(host(problem.pool.array), before)
 
 
+def unaligned(array: Array) -> Array:
+    """The same values, one byte off."""
+    buffer = np.empty(array.nbytes + 1, np.uint8)
+    view = buffer[1:].view(array.dtype).reshape(array.shape)
+    view[...] = array
+    return view
+
+
+def test_unaligned_arrays_equal_their_copies(device: str) -> None:
+    if device == "cuda":
+        pytest.skip("CuPy makes no unaligned arrays")
+    problem = make_problem(small_spec(), [9], device)
+    append(unaligned(problem.keys[0]), unaligned(problem.values[0]), problem.pool, unaligned(problem.slots(0)))
+    q, table, lengths = problem.queries(1, 2), problem.page_table, problem.seq_lens
+    out = unaligned(np.full_like(q, np.nan))
+    decode_attention(unaligned(q), problem.pool, unaligned(table), unaligned(lengths), out=out)
+    assert_close(out, problem.expected(q)[0], "float32")
+    with pytest.raises(ValueError, match="data must start at a multiple of 2 bytes for float16"):
+        LayerPool.wrap(small_spec(), unaligned(np.zeros((3, 2, 4, 2, 32), np.float16)), device=device)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_results_are_rounded_to_nearest_even(device: str, dtype: str) -> None:
+    """The result over one token is its V, rounded to q's type: ties and all."""
+    spec = small_spec(num_kv_heads=1, head_dim=256, dtype="float32", page_size=1)
+    pool = poisoned_pool(spec, 1, device)[0]
+    half = STORAGE_DTYPES[dtype]
+    exact = np.arange(0x3C00, 0x3C00 + 255, dtype=np.uint16).view(half).astype(np.float32)
+    v = np.append((exact[1:] + exact[:-1]) / 2, [1.0, -1.0]).astype(np.float32).reshape(1, 1, 256)
+    append(np.ones_like(v), v, pool, [0])
+    out = decode_attention(np.ones((1, 1, 256), half), pool, [[0]], [1])
+    np.testing.assert_array_equal(host(out).view(np.uint16), v.astype(half).view(np.uint16))
+
+
+@pytest.mark.parametrize("head_dim", [1, 20, 100])
+def test_padding_that_others_wrote_is_not_read(device: str, head_dim: int) -> None:
+    """A wrapped pool's rows may end in anything; nothing of it reaches a result."""
+    problem = make_problem(small_spec(head_dim=head_dim, dtype="float16", row_align=64), [11, 3], device)
+    spec = problem.pool.spec
+    memory = host(problem.pool.array).reshape(-1, spec.row_bytes).copy()
+    memory[:, head_dim * 2 :] = 0xFF
+    problem.pool.array[...] = on_device(device, memory.reshape(problem.pool.array.shape))
+    check(problem, problem.queries(2, 3))
+
+
 class OnlyDLPack:
     """An array of a library that shares memory by DLPack and nothing else."""
 
@@ -376,7 +421,7 @@ def test_wrap_refuses_what_does_not_fit(device: str) -> None:
     with pytest.raises(ValueError, match="must be one of float32, float16, bfloat16 to be stored"):
         LayerPool.wrap(small_spec(dtype="int8"), good, device=device)
     if device == "cuda":
-        with pytest.raises(TypeError, match="data must lie in the memory of device cuda, got a NumPy array"):
+        with pytest.raises(TypeError, match=r"data must lie in the memory of device cuda, got numpy\.ndarray"):
             wrap(host(good))
         return
     frozen = good.copy()

@@ -65,6 +65,9 @@ class Cost:
         return cls(*(None if None in column else sum(column) for column in columns))
 
 
+_DLPACK_HOST = 1
+
+
 def host_array(array: Any) -> np.ndarray[Any, Any]:
     """Any array-like in host memory as NumPy; one that knows DLPack alone without a copy."""
     if hasattr(array, "__dlpack__") and not hasattr(array, "__array__"):
@@ -112,10 +115,16 @@ class Backend(ABC):
 
     def in_place(self, name: str, array: Any) -> Array:
         """The array in this device's memory, never a copy: for what will be written. Raises TypeError."""
-        seen = self.asarray(array)
-        if isinstance(array, np.ndarray) and not isinstance(seen, np.ndarray):
-            raise TypeError(f"{name} must lie in the memory of device {self.name}, got a NumPy array")
-        return seen
+        if not self.holds(array):
+            kind = f"{type(array).__module__}.{type(array).__name__}"
+            raise TypeError(f"{name} must lie in the memory of device {self.name}, got {kind}")
+        return self.asarray(array)
+
+    def holds(self, array: Any) -> bool:
+        """Whether `asarray` takes the array as it is, without a copy."""
+        if hasattr(array, "__dlpack_device__"):
+            return bool(array.__dlpack_device__()[0] == _DLPACK_HOST)
+        return hasattr(array, "__array_interface__")
 
     @abstractmethod
     def tonumpy(self, array: Array) -> np.ndarray[Any, Any]:

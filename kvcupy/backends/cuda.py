@@ -130,6 +130,11 @@ class CudaBackend(KernelBackend):
         with self.current():
             return self._cupy.empty(nbytes, np.uint8)
 
+    def holds(self, array: Any) -> bool:
+        if hasattr(array, "__dlpack_device__"):
+            return array.__dlpack_device__()[0] in _DLPACK_CUDA
+        return hasattr(array, "__cuda_array_interface__")
+
     def asarray(self, array: Any) -> Array:
         if isinstance(array, self._cupy.ndarray):
             return array
