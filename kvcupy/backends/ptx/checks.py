@@ -5,6 +5,10 @@ by different lanes are ordered if both lanes passed a barrier of the block in be
 `__syncwarp`; if they are not and one of them writes, they race. It does not matter in which order the interpreter
 happened to run them. In global memory a token is a time and a block, and only a fence with atomics orders blocks.
 
+Not seen: a `__syncwarp` of part of a warp, or a barrier of part of a block, is taken to order all lanes that passed
+one, whether or not it was the same; and within a block, accesses to global memory are compared only between lanes of
+one instruction.
+
 Tokens are kept per granule: 16 bytes to begin with, and split when a narrower access comes. All earlier accesses
 covered whole granules, so nothing is lost by that.
 """
