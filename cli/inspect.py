@@ -6,22 +6,15 @@ import json
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from kvcupy.backends.ptx.nvrtc import architectures, version
 from kvcupy.cli import report
-from kvcupy.inspect import (
-    ARCHITECTURES,
-    DISASSEMBLER,
-    Disassembler,
-    Inspected,
-    compile_all,
-    inspected,
-    shapes,
-)
+
+if TYPE_CHECKING:
+    from kvcupy.inspect import Inspected
 
 ALL = "all"
 
@@ -44,6 +37,10 @@ def inspect(
     from global memory, in bytes. Loads and instructions are read from the machine
     code by nvidia-cuda-nvdisasm, where it is installed, for sm_75 and up.
     """
+    # The interpreter comes with these: other commands do not wait for it.
+    from kvcupy.backends.ptx.nvrtc import architectures, version
+    from kvcupy.inspect import ARCHITECTURES, DISASSEMBLER, Disassembler, compile_all, inspected, shapes
+
     known = list(shapes())
     dtypes = _chosen("--dtype", dtype, (shape.spec.dtype for shape in known))
     head_dims = _chosen("--head-dim", head_dim, map(str, sorted(shape.spec.head_dim for shape in known)))

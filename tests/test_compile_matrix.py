@@ -265,7 +265,7 @@ def test_inspect_as_a_table_without_disassembler(
 def test_an_architecture_that_the_compiler_dropped(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcupy.cli.inspect.architectures", lambda: ["sm_75"])
+    monkeypatch.setattr("kvcupy.backends.ptx.nvrtc.architectures", lambda: ["sm_75"])
     assert run([*FAST, "--arch", "sm_70,sm_75", "--json"]) == 0
     captured = capsys.readouterr()
     assert "makes no code for sm_70: left out" in captured.err
