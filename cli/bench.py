@@ -75,7 +75,7 @@ def bench(
         return
     counted = result.read_bandwidth_bytes_per_s is None
     verb = "Counted" if counted else "Measured"
-    report.console.print(f"{verb} on {result.device}: {result.device_description}", markup=False)
+    report.say(f"{verb} on {result.device}: {result.device_description}")
     (_print_counts if counted else _print_times)(result)
 
 
@@ -91,10 +91,9 @@ def _heads(text: str) -> tuple[int, int]:
 
 def _print_times(result: BenchResult) -> None:
     assert result.read_bandwidth_bytes_per_s is not None and result.working_set_bytes is not None
-    report.console.print(
+    report.say(
         f"Memory reads at {result.read_bandwidth_bytes_per_s / 1e9:.1f} GB/s; working sets of at least "
-        f"{result.working_set_bytes / 2**30:.1f} GiB",
-        markup=False,
+        f"{result.working_set_bytes / 2**30:.1f} GiB"
     )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("dtype", "layout"):
@@ -117,10 +116,9 @@ def _print_times(result: BenchResult) -> None:
         )
     report.console.print(table)
     shares = [row.share_of_read_bandwidth or 0.0 for row in decodes]
-    report.console.print(
+    report.say(
         f"Decode reads K and V at {min(shares):.0%} to {max(shares):.0%} of what memory delivered to a plain sum in "
-        "the same rounds. Append is what it writes: all tokens of a batch at once.",
-        markup=False,
+        "the same rounds. Append is what it writes: all tokens of a batch at once."
     )
 
 
@@ -128,10 +126,9 @@ def _print_times(result: BenchResult) -> None:
 
 
 def _print_counts(result: BenchResult) -> None:
-    report.console.print(
+    report.say(
         "Of requests for K and V alone: 32-byte sectors over the fewest that hold their elements, and the share of "
-        "those bytes that is useful. Memory: each sector once. K|V: 128-byte lines that hold both.",
-        markup=False,
+        "those bytes that is useful. Memory: each sector once. K|V: 128-byte lines that hold both."
     )
     groups: dict[str, list[Row]] = {}
     for row in result.rows:
@@ -141,9 +138,9 @@ def _print_counts(result: BenchResult) -> None:
         )
         groups.setdefault(title, []).append(row)
     for title, rows in groups.items():
-        report.console.print(title, markup=False)
+        report.say(title)
         _print_tables(rows)
-        report.console.print(" ".join(_claims(rows)), markup=False)
+        report.say(" ".join(_claims(rows)))
 
 
 def _print_tables(rows: Sequence[Row]) -> None:

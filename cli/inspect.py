@@ -80,7 +80,7 @@ def inspect(
         document = {"schema": "kvcupy.inspect/1", "device": None, "gpu": None, "modelled": False, "variants": rows}
         print(json.dumps(document, indent=2))
     else:
-        report.console.print(f"Compiled by NVRTC {version()}; nothing was executed")
+        report.say(f"Compiled by NVRTC {version()}; nothing was executed")
         for name in kernels:
             _print_kernel(name, [row for row in rows if row["kernel"] == name])
 

@@ -73,7 +73,7 @@ def experiment_json(result: ExperimentResult, settings: dict[str, Any]) -> dict[
     }
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     """A line of prose, wrapped at words to the width of the terminal, 80 columns in a pipe."""
     print(fill(text, console.width, break_on_hyphens=False))
 
@@ -93,9 +93,9 @@ def print_experiment(result: ExperimentResult, model: ModelPreset, spec: KVSpec,
     timed = result.read_bandwidth_bytes_per_s is not None
     shortest, longest = min(result.lengths), max(result.lengths)
     lengths = f"{shortest}" if shortest == longest else f"{shortest} to {longest}"
-    _say(f"Executed on {result.device}: {result.device_description}")
-    _say(_title(model, spec))
-    _say(
+    say(f"Executed on {result.device}: {result.device_description}")
+    say(_title(model, spec))
+    say(
         f"{_count(len(result.lengths), 'sequence')} of {lengths} tokens, pages of {spec.page_size}, "
         + (
             f"going round {_bytes(result.working_set_bytes)} of K and V; "
@@ -120,13 +120,13 @@ def print_experiment(result: ExperimentResult, model: ModelPreset, spec: KVSpec,
         )
     console.print(table)
     if timed:
-        _say("read share: of the speed at which this machine reads memory. tokens/s: of attention alone.")
-    _say(
+        say("read share: of the speed at which this machine reads memory. tokens/s: of attention alone.")
+    say(
         "padding, internal, external: memory that is row padding, that is reserved but holds no token, and that is "
         f"free but out of reach; the last two from {CHURN_REQUESTS:,} simulated requests that come and go."
     )
     console.print()
-    _say(_in_words(result, spec, padding))
+    say(_in_words(result, spec, padding))
 
 
 def _measured(row: Row) -> tuple[str, str, str]:
@@ -240,11 +240,11 @@ def _figures(replay: Replay) -> dict[str, Any]:
 def print_replay(report: ReplayReport) -> None:
     columns: list[tuple[str, Replay]] = []
     if report.measured:
-        _say(f"Executed on {report.device}: append and attention, without the model around them")
+        say(f"Executed on {report.device}: append and attention, without the model around them")
         columns.append((f"{'counted' if report.counted else 'measured'}, {report.device}", report.measured))
     if report.gpu and report.modelled:
         gpu, model = report.gpu, report.model
-        _say(
+        say(
             f"Modelled for {gpu.name}: a roofline of {gpu.bandwidth_bytes_per_s / 1e12:.2f} TB/s and "
             f"{gpu.fp16_flops / 1e12:.0f} TFLOP/s, a bound and not a forecast; with the model's "
             f"{model.num_parameters / 1e9:.3g} billion weights"
@@ -252,17 +252,15 @@ def print_replay(report: ReplayReport) -> None:
         columns.append((f"modelled, {gpu.name}", report.modelled))
         needed = 2 * model.num_parameters + report.modelled.pool.total_pages * report.spec.page_bytes
         if needed > gpu.memory_bytes:
-            _say(
-                f"Note: 16-bit weights and this pool are {_bytes(needed)}; {gpu.name} has {_bytes(gpu.memory_bytes)}"
-            )
+            say(f"Note: 16-bit weights and this pool are {_bytes(needed)}; {gpu.name} has {_bytes(gpu.memory_bytes)}")
     spec, pool = report.spec, columns[0][1].pool
-    _say(_title(report.model, spec))
-    _say(
+    say(_title(report.model, spec))
+    say(
         f"{_count(len(report.trace), 'request')} ({report.trace.name}); {_count(pool.total_pages, 'page')} of "
         f"{spec.page_size} tokens, {_bytes(pool.total_pages * spec.page_bytes)}"
     )
     for reason, count in report.trace.skipped.items():
-        _say(f"{_count(count, 'row')} skipped: {reason}")
+        say(f"{_count(count, 'row')} skipped: {reason}")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     for name, _ in columns:
@@ -277,9 +275,9 @@ def print_replay(report: ReplayReport) -> None:
             table.add_row(label, f"{number:,}", *("-" for _ in columns[1:]))
     console.print(table)
     for rejection in columns[0][1].rejections[:3]:
-        _say(f"request {rejection.request} rejected: {rejection.reason}")
+        say(f"request {rejection.request} rejected: {rejection.reason}")
     if len(columns[0][1].rejections) > 3:
-        _say(f"and {len(columns[0][1].rejections) - 3:,} more rejected")
+        say(f"and {len(columns[0][1].rejections) - 3:,} more rejected")
 
 
 def _percentiles(values: Percentiles | None, scale: float, digits: int) -> str:

@@ -58,7 +58,7 @@ def verify(
         }
         print(json.dumps(document, indent=2))
     else:
-        report.console.print(f"Verified on {backend.name}: {backend.describe()}", markup=False)
+        report.say(f"Verified on {backend.name}: {backend.describe()}")
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for column in ("dtype", "layout"):
             table.add_column(column)
@@ -76,7 +76,7 @@ def verify(
             )
         report.console.print(table)
         for outcome in failed:
-            report.console.print(f"failed: {outcome.case}: error {outcome.error:.1e}", markup=False)
-        report.console.print(f"{len(outcomes) - len(failed)} cases passed, {len(failed)} failed", markup=False)
+            report.say(f"failed: {outcome.case}: error {outcome.error:.1e}")
+        report.say(f"{len(outcomes) - len(failed)} cases passed, {len(failed)} failed")
     if failed:
         raise typer.Exit(1)

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvcupy import ops
 from kvcupy.backends import Backend, get_backend
-from kvcupy.backends.base import STORAGE_DTYPES
+from kvcupy.backends.base import STORAGE_DTYPES, require_stored
 from kvcupy.measure import layer_pools, require_plausible
 from kvcupy.pool import LayerPool
 from kvcupy.spec import LAYOUTS, KVSpec
@@ -197,8 +197,7 @@ def bench(
     not stored.
     """
     for shape in wanted:
-        if shape.spec.dtype not in STORAGE_DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(STORAGE_DTYPES)} to measure, got {shape.spec.dtype}")
+        require_stored(shape.spec.dtype, "to measure")
     backend = get_backend(device)
     if backend.timed:
         return _measure(wanted, backend, rounds, np.random.default_rng(seed), progress)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvcupy.backends import Backend, backend_of, get_backend
-from kvcupy.backends.base import STORAGE_DTYPES, Array, Layer
+from kvcupy.backends.base import STORAGE_DTYPES, Array, Layer, require_stored
 from kvcupy.spec import LAYOUTS, KVSpec, Strides, whole_number
 
 
@@ -64,8 +64,7 @@ class LayerPool(Unique):
 
         Raises ValueError or TypeError if the array does not fit the spec, or if rows would overlap.
         """
-        if spec.dtype not in STORAGE_DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(STORAGE_DTYPES)} to be stored, got {spec.dtype}")
+        require_stored(spec.dtype, "to be stored")
         backend = backend_of(data) if device is None else get_backend(device)
         array = backend.in_place("data", data)
         _require_element_type(spec, array, raw_allowed=strides is not None)
@@ -143,8 +142,7 @@ class KVPool(Unique):
         memory: int | str | None = None,
         device: str = "auto",
     ) -> None:
-        if spec.dtype not in STORAGE_DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(STORAGE_DTYPES)} to be stored, got {spec.dtype}")
+        require_stored(spec.dtype, "to be stored")
         if (num_pages is None) == (memory is None):
             raise ValueError("give either num_pages or memory")
         if memory is not None:

@@ -7,7 +7,7 @@ from importlib import import_module
 
 import numpy as np
 
-from kvcupy.backends.base import Backend
+from kvcupy.backends.base import DLPACK_CUDA, Backend
 from kvcupy.errors import DeviceUnavailable
 
 __all__ = ["DEVICES", "Backend", "backend_of", "get_backend"]
@@ -20,8 +20,6 @@ _MODULES = {
 
 DEVICES = ("auto", *_MODULES)
 """Names that `get_backend` takes."""
-
-_DLPACK_GPU = (2, 13)  # CUDA memory, and CUDA managed memory
 
 
 def get_backend(device: str = "auto") -> Backend:
@@ -45,7 +43,7 @@ def backend_of(array: object) -> Backend:
         return _load("cpu")
     if hasattr(array, "__dlpack_device__"):
         kind, number = array.__dlpack_device__()
-        return _load("cuda").on(int(number)) if kind in _DLPACK_GPU else _load("cpu")
+        return _load("cuda").on(int(number)) if kind in DLPACK_CUDA else _load("cpu")
     return _load("cuda").on() if hasattr(array, "__cuda_array_interface__") else _load("cpu")
 
 

@@ -65,7 +65,14 @@ class Cost:
         return cls(*(None if None in column else sum(column) for column in columns))
 
 
-_DLPACK_HOST = 1
+DLPACK_HOST = 1
+DLPACK_CUDA = (2, 13)  # device memory, and managed memory
+
+
+def require_stored(dtype: str, purpose: str) -> None:
+    """Raises ValueError for a codec whose bytes are counted but whose values are not stored yet."""
+    if dtype not in STORAGE_DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(STORAGE_DTYPES)} {purpose}, got {dtype}")
 
 
 def host_array(array: Any) -> np.ndarray[Any, Any]:
@@ -123,7 +130,7 @@ class Backend(ABC):
     def holds(self, array: Any) -> bool:
         """Whether `asarray` takes the array as it is, without a copy."""
         if hasattr(array, "__dlpack_device__"):
-            return bool(array.__dlpack_device__()[0] == _DLPACK_HOST)
+            return bool(array.__dlpack_device__()[0] == DLPACK_HOST)
         return hasattr(array, "__array_interface__")
 
     @abstractmethod

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcupy.backends.base import Array, Backend, Cost
+from kvcupy.backends.base import DLPACK_CUDA, Array, Backend, Cost
 from kvcupy.backends.kernels import KernelBackend, Memory
 from kvcupy.backends.source import Variant
 from kvcupy.errors import DeviceUnavailable
@@ -17,7 +17,6 @@ from kvcupy.errors import DeviceUnavailable
 __all__ = ["CudaBackend", "create"]
 
 _OPTIONS = ("-std=c++17",)
-_DLPACK_CUDA = (2, 13)  # device and managed memory
 _BANDWIDTH_BYTES = 1 << 30
 _HOLD = 'extern "C" __global__ void hold(long long n) { long long start = clock64(); while (clock64() - start < n); }'
 _HOLD_CYCLES = 1_000_000
@@ -132,14 +131,14 @@ class CudaBackend(KernelBackend):
 
     def holds(self, array: Any) -> bool:
         if hasattr(array, "__dlpack_device__"):
-            return array.__dlpack_device__()[0] in _DLPACK_CUDA
+            return array.__dlpack_device__()[0] in DLPACK_CUDA
         return hasattr(array, "__cuda_array_interface__")
 
     def asarray(self, array: Any) -> Array:
         if isinstance(array, self._cupy.ndarray):
             return array
         # DLPack first: it knows bfloat16, which the CUDA array interface does not.
-        if hasattr(array, "__dlpack_device__") and array.__dlpack_device__()[0] in _DLPACK_CUDA:
+        if hasattr(array, "__dlpack_device__") and array.__dlpack_device__()[0] in DLPACK_CUDA:
             return self._cupy.from_dlpack(array)
         if hasattr(array, "__cuda_array_interface__"):
             return self._cupy.asarray(array)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvcupy.backends import get_backend
-from kvcupy.backends.base import STORAGE_DTYPES, Cost
+from kvcupy.backends.base import STORAGE_DTYPES, Cost, require_stored
 from kvcupy.cache import KVCache
 from kvcupy.measure import MAX_SHARE, MIN_READ_BYTES, layer_pools, require_plausible
 from kvcupy.simulate.fragmentation import churn
@@ -133,8 +133,7 @@ def run_experiment(
     32 sequences of `context` tokens without padding.
     Raises KVCupyError if more than the read bandwidth seems to be reached.
     """
-    if spec.dtype not in STORAGE_DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(STORAGE_DTYPES)} to be executed, got {spec.dtype}")
+    require_stored(spec.dtype, "to be executed")
     backend = get_backend(device)
     rng = np.random.default_rng(seed)
     lengths = rng.integers(max(1, context // 2), context + 1, batch)
@@ -220,7 +219,7 @@ def run_experiment(
         device=backend.name,
         device_description=backend.describe(),
         read_bandwidth_bytes_per_s=read_bandwidth,
-        working_set_bytes=len(table) * num_pools * tokens * token_bytes,
+        working_set_bytes=len(table) * num_pools * layer_bytes,
         lengths=tuple(map(int, lengths)),
         rows=tuple(rows),
         comparisons=_comparisons([strategy.name for strategy in table], visits) if backend.timed else (),
